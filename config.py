@@ -1,0 +1,124 @@
+"""Every setting of a run: the paper's Table 1, the presets, and how the command line changes them."""
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import get_type_hints
+
+DOMAINS = {"chess": "domains.chess_puzzles"}
+METHODS = ("whale", "weight-only", "harness-only", "stagewise", "fst")
+PROPOSERS = ("catalogue",)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run, saved verbatim. Names are the paper's symbols; E and its kin are in epochs."""
+
+    domain: str
+    method: str = "whale"
+    adaptive: bool = False
+    preset: str = "smoke"
+    model: str = "smollm2-135m"
+    proposer: str = "catalogue"
+    marks: bool = True  # whether the catalogue may use the marks of the SAN (+, #, x)
+    puzzles: str = ""  # a Lichess file; empty: the built-in puzzles
+    themes: str = ""  # comma-separated, any of them
+    moves: int = 9  # longest solution, in the solver's moves
+    max_legal: int = 0  # most legal moves of the first position; 0: any
+    min_rating: int = 0  # 0: any
+    max_rating: int = 0  # 0: any
+    harness: str = ""  # h_0: a file; empty: the domain's
+    seed: int = 0
+    n_weight: int = 16384  # N = |D_weight| at most
+    n_harness: int = 256  # |D_harness|
+    n_test: int = 256  # |D_test|
+    cycles: int = 6
+    E: Fraction = Fraction("0.6")  # weight-update epochs per cycle
+    I: int = 6  # harness-search iterations per cycle  # noqa: E741
+    E_total: Fraction = Fraction(4)  # weight-only and stagewise
+    I_total: int = 40  # harness-only and stagewise
+    M: int = 3  # candidates per iteration
+    B: int = 256  # |B_s|, prompts per rollout step
+    G: int = 8  # trajectories per prompt
+    minibatch: int = 64  # |M| of Eq. 2, in trajectories
+    lr: float = 1e-7
+    max_norm: float = 1.0
+    W: Fraction = Fraction("0.2")  # averaging window of the training reward, in epochs
+    T_min: Fraction = Fraction("0.2")
+    P_w: Fraction = Fraction("0.2")
+    J_min: int = 6
+    P_h: int = 2
+    test_samples: int = 8  # mean@8
+    eval_steps: int = 7  # test every so many rollout steps; 0: at phase ends alone
+    eval_iterations: int = 0  # test the accepted harness every so many search iterations; 0: at phase ends alone
+    temperature: float = 1.0
+    top_k: int = 20
+    top_p: float = 1.0
+    prompt_limit: int = 4096
+    response_limit: int = 16384
+    micro_tokens: int = 16384  # padded tokens of one forward and backward pass
+
+
+PRESETS = {
+    # Table 1, Chess Puzzles
+    "paper": {"model": "Qwen/Qwen3.5-4B"},
+    # one GPU, SmolLM2: minutes instead of weeks
+    "mini": dict(
+        harness="small", moves=2, n_weight=4096, n_harness=128, B=64, lr=2e-5, cycles=4, E=Fraction(10 * 64, 4096), I=4,
+        E_total=Fraction(40 * 64, 4096), I_total=16, W=Fraction(4 * 64, 4096), T_min=Fraction(4 * 64, 4096),
+        P_w=Fraction(4 * 64, 4096), J_min=4, test_samples=4, eval_steps=5, prompt_limit=1536, response_limit=512,
+        minibatch=32,
+    ),
+    # two cores and a few minutes: one cycle, positions with few legal moves
+    "smoke": dict(
+        harness="small", moves=1, max_legal=8, n_weight=40, n_harness=16, n_test=16, B=8, G=4, minibatch=8, lr=5e-5,
+        cycles=1, E=Fraction("0.6"), I=2, E_total=Fraction("0.6"), I_total=2, J_min=3, P_h=1, test_samples=2,
+        eval_steps=0, prompt_limit=1024, response_limit=64, micro_tokens=4096,
+    ),
+}  # fmt: skip
+
+
+def build_config(args: argparse.Namespace) -> Config:
+    """The preset, then the named flags, then --set. Raises ValueError in one line."""
+    for flag, known in (("domain", DOMAINS), ("method", METHODS), ("preset", PRESETS), ("proposer", PROPOSERS)):
+        if getattr(args, flag) not in known:
+            raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {getattr(args, flag)!r}")
+    named = {name: getattr(args, name) for name in ("domain", "method", "adaptive", "preset", "proposer")}
+    named |= {
+        name: getattr(args, name) for name in ("model", "puzzles", "seed", "cycles") if getattr(args, name) is not None
+    }
+    types, chosen = get_type_hints(Config), {}
+    for item in args.set:
+        key, found, value = item.partition("=")
+        if not found or key not in types or key in named and key != "seed":
+            raise ValueError(f"--set: expected key=value with a key of {', '.join(types)}, found {item!r}")
+        chosen[key] = parse(key, value, types[key])
+    cfg = replace(Config(**{"domain": args.domain, **PRESETS[args.preset], **named}), **chosen)
+    validate(cfg)
+    return cfg
+
+
+def parse(key: str, value: str, kind: type):
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[value.lower()]
+        return kind(value)
+    except (ValueError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(f"--set {key}: expected a value of type {kind.__name__}, found {value!r}") from error
+
+
+def validate(cfg: Config) -> None:
+    may_be_zero = {"seed", "eval_steps", "eval_iterations", "temperature", "top_k", "max_legal", "min_rating",
+                   "max_rating", "I", "I_total", "marks", "adaptive"}  # fmt: skip
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        if isinstance(value, int | float | Fraction) and not (value > 0 or value == 0 and f.name in may_be_zero):
+            raise ValueError(f"--set {f.name}: expected a number above 0, found {value}")
+    if cfg.top_p > 1:
+        raise ValueError(f"--set top_p: expected a number in (0, 1], found {cfg.top_p}")
+
+
+def config_of(stored: dict) -> Config:
+    """The config of a run folder, back from its JSON."""
+    types = get_type_hints(Config)
+    return Config(**{key: types[key](value) if types[key] is Fraction else value for key, value in stored.items()})

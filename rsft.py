@@ -1,0 +1,93 @@
+"""ModelUpdate: online rejection-sampling fine-tuning (Section 3.1). Collect under a frozen theta_old, accept R = 1,
+ascend Eq. 2 over minibatches of what was accepted, once."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from data_types import Task, Trajectory
+from model import Row
+from rollout import Limits, plans, rollout
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did."""
+
+    objective: float  # Eq. 2, before the step
+    gradient_norm: float  # before clipping
+    tokens: int  # model-generated tokens of the minibatch
+    trajectories: int
+    stepped: bool  # False: the gradient was not finite, and theta stayed as it was
+
+
+def collect(policy, host, domain, h: str, B_s: Sequence[Task], G: int, limits: Limits, *names, progress=None):
+    """Sample G trajectories per prompt under (theta_old, h) -> all of them, S_plus: those that the verifier accepts.
+    theta_old needs no copy: nothing steps until the batch is whole."""
+    trajectories = rollout(policy, host, domain, plans(h, B_s, G, *names), limits, progress)
+    return trajectories, [tau for tau in trajectories if tau.reward == 1]
+
+
+def training_sequences(tau: Trajectory) -> list[Row]:
+    """The rows of a trajectory: the ids that the model saw and sampled, never text encoded again, with True at I(tau).
+
+    Where a turn's context extends the turn before, both share a row. Where the harness (or the chat template) rewrote
+    the history, a new row begins with exactly the context that was seen.
+    """
+    rows: list[tuple[list[int], list[bool]]] = []
+    for turn in tau.turns:
+        context = list(turn.context_ids)
+        if rows and context[: len(rows[-1][0])] == rows[-1][0]:
+            ids, mask = rows[-1]
+            mask += [False] * (len(context) - len(ids))
+            ids += context[len(ids) :]
+        else:
+            ids, mask = context, [False] * len(context)
+            rows.append((ids, mask))
+        ids += turn.sampled_ids
+        mask += [True] * len(turn.sampled_ids)
+    return [Row(tuple(ids), tuple(mask)) for ids, mask in rows]
+
+
+def j_weight(policy, rows: Sequence[Row], tokens: int) -> torch.Tensor:
+    """Eq. 2, the part of these rows: () with gradient. `tokens` is sum |I(tau)| over the whole minibatch, so that parts
+    add up to the same value and gradient however the minibatch is split."""
+    return policy.logprobs(rows).sum() / tokens
+
+
+def ascend(
+    policy, optimizer, S_plus: Sequence[Trajectory], minibatch: int, micro_tokens: int, max_norm: float, seed: int
+):
+    """One epoch over S_plus in minibatches of |M| trajectories -> a Step for each. The last, short one is kept and
+    normalised by its own tokens. Nothing accepted: no step, and Adam's count stays."""
+    order = list(S_plus)
+    random.Random(seed).shuffle(order)
+    steps = []
+    for start in range(0, len(order), minibatch):
+        M = order[start : start + minibatch]
+        rows = [row for tau in M for row in training_sequences(tau)]
+        tokens = sum(sum(row.mask) for row in rows)  # sum of |I(tau)|
+        if not tokens:
+            continue
+        value = 0.0
+        for part in micro_batches(rows, micro_tokens):
+            J = j_weight(policy, part, tokens)  # Eq. 2
+            policy.backward(-J)
+            value += J.item()
+        stepped, norm = policy.step(optimizer, max_norm)
+        steps.append(Step(value, norm, tokens, len(M), stepped))
+    return steps
+
+
+def micro_batches(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
+    """Rows of similar length together, padded size at most `micro_tokens` (a single longer row goes alone)."""
+    part: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        if part and (len(part) + 1) * len(row.ids) > micro_tokens:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part

@@ -1,0 +1,126 @@
+"""How a token is drawn, and plain `generate` with that draw: the reference for every faster way to sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+
+@dataclass(frozen=True)
+class Request:
+    """One assistant turn to sample: its context, the seed of its noise, and how many tokens it may take."""
+
+    context: tuple[int, ...]
+    seed: int  # 63 bits
+    max_tokens: int
+    stop: tuple[str, ...] = ()  # the reply ends with the token that completes one of these texts
+
+
+@dataclass(frozen=True)
+class Sample:
+    ids: list[int]  # (sampled,) with the end token, if the model wrote one
+    logprobs: list[float]  # (sampled,)
+    finish: str  # "stop" or "length"
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 on wrapping int64: every output bit depends on every input bit."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def draw(logits, seed, position, temperature: float, top_k: int, top_p: float):
+    """Sample one token a row from softmax(logits / temperature) cut to top-k, then to top-p.
+
+    The Gumbel noise is a function of (seed, position, token) and of nothing else, so a sample does not depend on what
+    shares its batch. Temperature 0 is greedy, and then top-k and top-p change nothing; top_k 0 and top_p 1 cut nothing.
+    logits (B, V); seed (B,) int64; position (B,) of the drawn token in its context, int64
+    -> tokens (B,), natural-log probabilities (B,) under the whole softmax at this temperature.
+    """
+    logits = logits.float() / (temperature or 1.0)  # (B, V)
+    width = min(top_k or logits.shape[-1], logits.shape[-1]) if temperature else 1
+    top, ids = logits.topk(width)  # (B, K) sorted
+    bits = mix(mix(mix(seed)[:, None] + position[:, None]) + ids)  # (B, K)
+    uniform = (((bits >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52
+    noisy = top.double() - (-uniform.log()).log()  # (B, K)
+    if top_p < 1.0:
+        before = top.softmax(-1).cumsum(-1) - top.softmax(-1)  # probability of the better tokens
+        noisy = noisy.masked_fill(before >= top_p, -torch.inf)
+    pick = noisy.argmax(-1, keepdim=True)  # (B, 1)
+    return ids.gather(1, pick)[:, 0], top.gather(1, pick)[:, 0] - logits.logsumexp(-1)
+
+
+class Draw(LogitsProcessor):
+    """`draw` inside generate(do_sample=False): leaves only the drawn token, and keeps its log-probability."""
+
+    def __init__(self, seeds, padding, temperature, top_k, top_p):
+        self.seeds, self.padding = seeds, padding  # (B,), (B,)
+        self.settings = temperature, top_k, top_p
+        self.logprobs: list[torch.Tensor] = []  # one (B,) a step
+
+    def __call__(self, input_ids, scores):
+        token, logprob = draw(scores, self.seeds, input_ids.shape[1] - self.padding, *self.settings)
+        self.logprobs.append(logprob)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+
+
+def finish(ids: Sequence[int], max_tokens: int, eos_ids: Sequence[int]) -> tuple[int, str]:
+    """How many of these ids belong to the reply, by the first end token, never by the padding's value."""
+    for n, token in enumerate(ids[:max_tokens], start=1):
+        if token in eos_ids:
+            return n, "stop"
+    return min(len(ids), max_tokens), "length"
+
+
+def left_padded(contexts, device):
+    """-> ids (B, T), attention mask (B, T), padding (B,)."""
+    width = max(map(len, contexts))
+    padding = torch.tensor([width - len(c) for c in contexts], device=device)  # (B,)
+    ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts], device=device)  # (B, T)
+    mask = (torch.arange(width, device=device) >= padding[:, None]).long()  # (B, T)
+    return ids, mask, padding
+
+
+@torch.no_grad()
+def sample_plain(
+    model, requests, eos_ids, temperature, top_k, top_p, batch_tokens=65536, progress=None
+) -> list[Sample]:
+    """Hugging Face generate, row by row of left-padded batches; samples come back in the order of the requests."""
+    samples: list[Sample | None] = [None] * len(requests)
+    for batch in batches_by_length(requests, batch_tokens):
+        rows = [requests[i] for i in batch]
+        ids, mask, padding = left_padded([r.context for r in rows], model.device)
+        seeds = torch.tensor([r.seed for r in rows], device=model.device)
+        processor = Draw(seeds, padding, temperature, top_k, top_p)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max(r.max_tokens for r in rows),
+            do_sample=False,  # the processor draws; argmax takes what it left
+            logits_processor=LogitsProcessorList([processor]),
+            eos_token_id=list(eos_ids),
+            pad_token_id=0,
+        )[:, ids.shape[1] :].tolist()  # (B, sampled)
+        logprobs = torch.stack(processor.logprobs, 1).tolist()  # (B, sampled)
+        for i, request, new, logprob in zip(batch, rows, out, logprobs, strict=True):
+            n, why = finish(new, request.max_tokens, eos_ids)
+            samples[i] = Sample(new[:n], logprob[:n], why)
+            if progress:
+                progress(samples[i])
+    return samples
+
+
+def batches_by_length(requests, batch_tokens: int) -> list[list[int]]:
+    """Indices of requests of similar length, so many a batch that context and reply tokens stay under the budget."""
+    batches, widest = [], 0
+    for i in sorted(range(len(requests)), key=lambda i: len(requests[i].context)):
+        width = len(requests[i].context) + requests[i].max_tokens
+        if batches and (len(batches[-1]) + 1) * max(widest, width) <= batch_tokens:
+            batches[-1].append(i)
+            widest = max(widest, width)
+        else:
+            batches.append([i])
+            widest = width
+    return batches

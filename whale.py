@@ -1,0 +1,338 @@
+"""WHALE: alternate model training under a fixed harness with harness search under a fixed model (Algorithms 1 and 2).
+
+`A1 l.5` marks line 5 of the paper's Algorithm 1, `A2 l.15` line 15 of Algorithm 2. All methods are this one loop: a
+method is a row of `schedule`. Where the paper is silent, the README's table of deviations says what was chosen.
+"""
+
+import argparse
+import importlib
+import math
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import sandbox
+import torch
+from harnesses.host import Host
+from proposers.catalogue import NOTICE, Catalogue
+
+import metaharness
+import report
+import rsft
+from config import DOMAINS, METHODS, PRESETS, PROPOSERS, Config, build_config, config_of
+from data_types import Candidate, Task
+from harnesses import check
+from metaharness import Archive
+from model import Policy
+from rollout import Limits, plans, rollout, seed_of
+from run_folder import Run
+
+
+class Fixed:
+    """Algorithm 1: a phase ends after n signals."""
+
+    def __init__(self, n: int):
+        self.n, self.t = n, 0
+
+    def __call__(self, signal: float) -> bool:
+        self.t += 1
+        return self.t >= self.n
+
+
+class Patience:
+    """Algorithm 2: a phase ends once t >= minimum and the signal has set no new best for `patience` calls."""
+
+    def __init__(self, minimum: int, patience: int):
+        self.minimum, self.patience = minimum, patience
+        self.t, self.t_best, self.best = 0, 0, -math.inf
+
+    def __call__(self, signal: float) -> bool:
+        self.t += 1
+        if signal > self.best:  # A2 l.8, l.18: any margin counts, a tie does not
+            self.best, self.t_best = signal, self.t  # A2 l.9, l.19
+        return self.t >= self.minimum and self.t - self.t_best >= self.patience  # A2 l.11, l.21
+
+
+def steps_of(epochs: Fraction, N: int, B: int) -> int:
+    """Rollout steps of a span of D_weight: ceil(epochs N / B) in exact arithmetic, at least 1."""
+    return max(1, math.ceil(epochs * N / B))
+
+
+def schedule(cfg: Config, N: int) -> Iterator[tuple]:
+    """One (weight stop, harness stop) per cycle; None skips the phase. j counts the evaluation of h_init as the first
+    signal, so Algorithm 1's I iterations are I + 1 signals; Algorithm 2's t > T_min is t >= T_min + 1."""
+    steps = partial(steps_of, N=N, B=cfg.B)
+
+    def weight(E):
+        return Patience(steps(cfg.T_min) + 1, steps(cfg.P_w)) if cfg.adaptive else Fixed(steps(E))
+
+    def harness(I):  # noqa: E741
+        return Patience(cfg.J_min, cfg.P_h) if cfg.adaptive else Fixed(I + 1)
+
+    match cfg.method:
+        case "whale" | "fst":
+            for _ in range(cfg.cycles):
+                yield weight(cfg.E), harness(cfg.I)
+        case "weight-only":
+            yield weight(cfg.E_total), None
+        case "harness-only":
+            yield None, harness(cfg.I_total)
+        case "stagewise":
+            yield weight(cfg.E_total), None
+            yield None, harness(cfg.I_total)
+
+
+def fixed_total(cfg: Config, N: int, n_harness: int) -> int:
+    """Training plus search rollouts of the fixed schedule (E, I): where an adaptive run ends."""
+    return cfg.cycles * (steps_of(cfg.E, N, cfg.B) * cfg.B * cfg.G + cfg.I * cfg.M * n_harness)
+
+
+def scope_of(cfg: Config) -> str:
+    """FST is WHALE with the proposer and the archive confined to the two prompts."""
+    return "prompts" if cfg.method == "fst" else "harness"
+
+
+class Sampler:
+    """The persistent stream over D_weight: epoch after epoch, each in an order of its own."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int, drawn: int = 0):
+        self.tasks, self.seed, self.drawn = tasks, seed, drawn
+
+    def next(self, B: int) -> list[Task]:
+        batch = [self._at(i) for i in range(self.drawn, self.drawn + B)]
+        self.drawn += B
+        return batch
+
+    def _at(self, i: int) -> Task:
+        epoch, place = divmod(i, len(self.tasks))
+        order = list(range(len(self.tasks)))
+        random.Random(seed_of(self.seed, "epoch", epoch)).shuffle(order)
+        return self.tasks[order[place]]
+
+
+# fmt: off (the right margin holds the paper's line numbers)
+def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer) -> None:
+    """Algorithms 1 and 2, and the baselines. What a phase paid for is in the run folder before the next one starts."""
+    state, N, limits = run.state, len(data.weight), Limits(cfg.prompt_limit, cfg.response_limit)
+    sampler = Sampler(data.weight, cfg.seed, state.drawn)
+    measure = partial(measure_pair, cfg, run, policy, domain, data.test, host, limits)
+    admit = admission(cfg, run, domain, data)
+    if not state.pairs:
+        measure("init", None)
+    for k, (weight_stop, harness_stop) in enumerate(schedule(cfg, N)):  # A1 l.1     A2 l.1
+        if weight_stop and f"{k}.weight" not in state.finished:  # Eq. 4, left: ModelUpdate   A1 l.2     A2 l.2
+            window, best, theta_best = deque(maxlen=steps_of(cfg.W, N, cfg.B)), -math.inf, None
+            while True:  # A1 l.3     A2 l.3
+                names = (cfg.seed, "weight", state.s)
+                B_s = sampler.next(cfg.B)  # A1 l.3-4   A2 l.4
+                with report.progress(cfg.B * cfg.G, f"cycle {k} step {state.s + 1}") as bar:
+                    trajectories, S_plus = rsft.collect(  # A1 l.5     A2 l.5
+                        policy, host, domain, state.h, B_s, cfg.G, limits, *names, progress=bar
+                    )
+                steps = rsft.ascend(
+                    policy,
+                    optimizer,
+                    S_plus,
+                    cfg.minibatch,  # A1 l.6     A2 l.6
+                    cfg.micro_tokens,
+                    cfg.max_norm,
+                    seed_of(*names, "order"),
+                )
+                window.append(len(S_plus) / len(trajectories))
+                r_bar = sum(window) / len(window)  #            A2 l.7
+                state.s, state.drawn = state.s + 1, sampler.drawn
+                state.rollouts["train"] += len(trajectories)
+                report.weight_step(run, k, trajectories, steps, r_bar)
+                if cfg.method == "stagewise" and r_bar > best:  # Section 6.2.1: the best point by training score
+                    best, theta_best = r_bar, policy.weights()
+                stop = weight_stop(r_bar)  # A1 l.7     A2 l.8-11
+                if stop and theta_best:
+                    policy.set_weights(theta_best)
+                if stop or (cfg.eval_steps and state.s % cfg.eval_steps == 0):
+                    measure(f"{k}.weight", best if stop and theta_best else r_bar)
+                if stop:
+                    break
+            run.finish_phase(f"{k}.weight", policy, optimizer)  # A1 l.8     A2 l.12
+
+        if harness_stop and f"{k}.harness" not in state.finished:  # Eq. 4, right: HarnessSearch
+            archive, j = Archive(run.archive(f"{k}.harness")), 0
+            C_j = [Candidate(state.h, "incumbent", "h_init of this phase", None)]  # A1 l.8     A2 l.12
+            while True:  # A1 l.9     A2 l.14
+                fresh = admit(archive, C_j) if j else C_j
+                with report.progress(len(fresh) * len(data.harness), f"cycle {k} search {j}") as bar:
+                    E_j = metaharness.evaluate(  # A1 l.11    A2 l.13, l.16
+                        policy,
+                        host,
+                        domain,
+                        [c.source for c in fresh],
+                        data.harness,
+                        limits,
+                        cfg.seed,
+                        "harness",
+                        k,
+                        progress=bar,
+                    )
+                for candidate, e_h in zip(fresh, E_j, strict=True):
+                    archive.add(candidate, e_h)  # A1 l.12    A2 l.17
+                state.h = archive.best.source  # h_accept                                   # A1 l.13    A2 l.22
+                state.rollouts["search" if j else "incumbent"] += len(fresh) * len(data.harness)
+                report.search_iteration(run, k, j, archive, len(C_j), E_j)
+                stop = harness_stop(archive.J_best)  # A1 l.14    A2 l.18-21
+                if stop or (j and cfg.eval_iterations and j % cfg.eval_iterations == 0):
+                    measure(f"{k}.harness", archive.J_best)
+                if stop:
+                    break
+                j, state.searched = j + 1, state.searched + 1  #            A2 l.15
+                C_j = proposer.propose(archive, cfg.M, f"{k}.{j}")  # A1 l.10    A2 l.15
+            run.finish_phase(f"{k}.harness", policy, optimizer)  # A1 l.15    A2 l.22
+
+        if cfg.adaptive and state.spent >= fixed_total(cfg, N, len(data.harness)):
+            break
+    report.final(run)  # A1 l.17    A2 l.24
+
+
+# fmt: on
+
+
+def admission(cfg: Config, run: Run, domain, data):
+    """-> Archive.admit with what a candidate of this run may not do: leave its scope, or quote its exam."""
+    exam = [phrase for task in (*data.harness, *data.test) for phrase in domain.exam_phrases(task)]
+    return partial(Archive.admit, scope=scope_of(cfg), h_0=(run.folder / "h_0.py").read_text(), exam_phrases=exam)
+
+
+def measure_pair(cfg: Config, run: Run, policy, domain, D_test, host, limits, phase: str, signal: float | None) -> None:
+    """mean@n of (theta, h) on D_test, with the same seeds at every look; weights of the best looks are kept."""
+    state = run.state
+    with report.progress(len(D_test) * cfg.test_samples, f"test after {phase}: rollouts") as bar:
+        todo = plans(state.h, D_test, cfg.test_samples, cfg.seed, "test")
+        trajectories = rollout(policy, host, domain, todo, limits, bar)
+    if not state.pairs:
+        report.episode(policy, trajectories[0])
+    state.rollouts["test"] += len(trajectories)
+    run.keep({"phase": phase, "split": "test", "look": len(state.pairs)}, trajectories)
+    e_h = metaharness.artifact(trajectories)
+    report.pair(run, phase, e_h, signal, check.tree_hash(state.h)[:12])
+    for choice in ("best_on_test", "training_selected"):
+        if len(state.pairs) > 1 and report.choose(state.pairs, choice) is state.pairs[-1]:
+            run.save_weights(choice, policy)
+
+
+def dry_run(cfg: Config, data) -> None:
+    """Steps and rollouts of every phase; an adaptive run's are the least it can do, and its limit."""
+    N, n = len(data.weight), len(data.harness)
+    print(f"N = {N} prompts to train on, {n} to score harnesses on, {len(data.test)} to test on")
+    for k, (weight, harness) in enumerate(schedule(cfg, N)):
+        steps = weight and (weight.n if isinstance(weight, Fixed) else weight.minimum)
+        signals = harness and (harness.n if isinstance(harness, Fixed) else harness.minimum)
+        parts = [f"{steps} rollout steps of {cfg.B} x {cfg.G} = {steps * cfg.B * cfg.G} rollouts"] if steps else []
+        if signals:
+            rollouts = (signals - 1) * cfg.M * n
+            parts.append(
+                f"{signals - 1} search iterations of {cfg.M} x {n} = {rollouts} rollouts, {n} for the incumbent"
+            )
+        print(f"cycle {k}: {'at least ' if cfg.adaptive else ''}{'; '.join(parts)}")
+    print(
+        f"each test: {len(data.test)} x {cfg.test_samples} rollouts; a rollout has at most {cfg.response_limit} tokens"
+    )
+    if cfg.adaptive:
+        print(f"ends at {fixed_total(cfg, N, n)} rollouts or after {cfg.cycles} cycles")
+
+
+def load_data(cfg: Config, domain):
+    return domain.load(
+        cfg.puzzles or None,
+        sizes=(cfg.n_weight, cfg.n_harness, cfg.n_test),
+        seed=cfg.seed,
+        themes=tuple(filter(None, cfg.themes.split(","))),
+        rating=(cfg.min_rating or None, cfg.max_rating or None),
+        moves=(1, cfg.moves),
+        max_legal=cfg.max_legal or None,
+    )
+
+
+def initial_harness(cfg: Config, domain) -> Path:
+    """h_0: the domain's, or the file for models too small to follow it, or any file."""
+    named = {"": domain.HARNESS, "small": domain.SMALL_MODEL_HARNESS}.get(cfg.harness)
+    path = Path(__file__).parent / named if named else Path(cfg.harness)
+    if not path.is_file():
+        raise ValueError(f"--set harness: expected `small` or a harness file, found {cfg.harness!r}")
+    if wrong := check.problem(path.read_text()):
+        raise ValueError(f"--set harness: {path}: {wrong}")
+    return path
+
+
+def arguments(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--domain", default="chess", help=f"one of {', '.join(DOMAINS)}")
+    parser.add_argument("--method", default="whale", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument("--adaptive", action="store_true", help="phases end by patience (Algorithm 2)")
+    parser.add_argument("--preset", default="smoke", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--model", help="smollm2-135m, a Hub id or a local folder")
+    parser.add_argument("--proposer", default="catalogue", help=f"one of {', '.join(PROPOSERS)}")
+    parser.add_argument("--puzzles", help="lichess_db_puzzle.csv or .csv.zst; without it the built-in puzzles")
+    parser.add_argument("--out", type=Path, help="run folder; without it runs/DOMAIN-METHOD-TIME")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on from the last finished phase of a run folder")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--cycles", type=int)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of Config")
+    parser.add_argument("--dry-run", action="store_true", help="print what a run would cost, load no model")
+    args = parser.parse_args(argv)
+    if args.resume and args != parser.parse_args(["--resume", str(args.resume)]):
+        parser.error("--resume takes every setting from the run folder; give no other flag beside it")
+    return args
+
+
+def load_theta(cfg: Config, checkpoint: Path | None):
+    """theta and its optimizer, of --model or of a checkpoint: AdamW without weight decay at a constant rate, its state
+    carried across cycles."""
+    policy = Policy.load(str(checkpoint or cfg.model), temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    if checkpoint:
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+    return policy, optimizer
+
+
+def prepare(args: argparse.Namespace):
+    """Everything that bad input can break -> (config, run, theta, optimizer, domain, data), or None after a dry run."""
+    run = Run.resume(args.resume) if args.resume else None
+    cfg = config_of(run.config) if run else build_config(args)
+    domain = importlib.import_module(DOMAINS[cfg.domain])
+    h_0 = initial_harness(cfg, domain)
+    data = load_data(cfg, domain)
+    if args.dry_run:
+        return dry_run(cfg, data)
+    policy, optimizer = load_theta(cfg, run.last_checkpoint if run else None)
+    if not run:
+        folder = args.out or Path("runs") / f"{cfg.domain}-{cfg.method}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run = Run.create(folder, asdict(cfg), h_0.read_text())
+    print(f"run folder: {run.folder}\nmodel: {cfg.model}\nh_0: {h_0.name}\n{sandbox.describe()}\n{NOTICE}", flush=True)
+    return cfg, run, policy, optimizer, domain, data
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    try:
+        ready = prepare(args)
+    except (ValueError, OSError) as error:
+        print(f"whale.py: {error}", file=sys.stderr)
+        return 2
+    if ready is None:
+        return 0
+    cfg, run, *rest = ready
+    try:
+        with Host() as host:
+            whale(cfg, run, *rest, host, Catalogue(cfg.seed, scope_of(cfg), cfg.marks))
+    except KeyboardInterrupt:
+        print(f"\nstopped; go on with: python whale.py --resume {run.folder}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
