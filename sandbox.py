@@ -2,9 +2,9 @@
 
     trainer -- supervisor (this file as a script) -- the program, first process of its own pid namespace
 
-On Linux the program runs as an unprivileged user in its own pid, network, ipc and mount namespaces, the last with a root
-of its own: the system's and Python's folders read-only, its working folder, nothing else. What a machine doesn't allow
-is left out and said by `protections`; other systems have the limits only.
+On Linux the program runs as an unprivileged user in pid, network, ipc and mount namespaces of its own, the last with
+its own root: the system's and Python's folders read-only, its working folder, nothing else. What a machine doesn't
+allow is left out and said by `protections`; other systems have the limits only.
 
 NOT covered: bugs of the kernel; side channels; disk space in the working folder; the memory and CPU time of several
 processes together (both limits are per process, only wall time and the number of processes bind the whole); without a
@@ -49,9 +49,9 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 # What pure Python needs between one message and the next: memory, its open socket, the end. (x86_64, aarch64)
 ALLOWED = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
-    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233), "exit": (60, 93),
-    "gettimeofday": (96, 169), "sigaltstack": (131, 132), "futex": (202, 98), "restart_syscall": (219, 128),
+    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sched_yield": (24, 124), "mremap": (25, 216),
+    "madvise": (28, 233), "exit": (60, 93), "gettimeofday": (96, 169), "sigaltstack": (131, 132), "futex": (202, 98), "restart_syscall": (219, 128),
     "clock_gettime": (228, 113), "exit_group": (231, 94), "ppoll": (271, 73), "getrandom": (318, 278),
 }  # fmt: skip
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit word, column of ALLOWED
@@ -238,14 +238,14 @@ def bind(path: str, read_only: bool) -> None:
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
     _call(libc.mount(path.encode(), place.encode(), None, BIND | REC, None), f"mount {path}")
     if read_only:
-        kept = os.statvfs(path).f_flag & (2 | 4 | 8 | 1024 | 2048)  # nosuid, nodev, noexec, noatime, nodiratime: locked
+        kept = os.statvfs(path).f_flag & (2 | 4 | 8 | 1024 | 2048)  # nosuid, nodev, noexec, no(dir)atime may be locked
         _call(
             libc.mount(None, place.encode(), None, REMOUNT | BIND | RDONLY | NOSUID | kept, None), f"read-only {path}"
         )
 
 
 def bury(child: int) -> None:
-    """Kill and reap whatever the program left: with a pid namespace it is dead already, otherwise it is our child now."""
+    """Kill and reap what the program left: with a pid namespace it is dead already, otherwise it is our child now."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -306,9 +306,9 @@ def run(
 ) -> Result:
     """Run a program in the folder `cwd`, which is given over to it, with an environment that holds nothing of ours.
 
-    Limits: seconds of wall and CPU time, address space of each process, processes at one time, bytes kept of stdout and
-    of stderr each (the rest is read and dropped). No stdin means end of file at once. What was printed before a time-out
-    is kept. No descendant is alive afterwards. Raises RuntimeError if the sandbox itself can't start the program.
+    Limits: seconds of wall and CPU time, address space of each process, processes at one time, bytes kept of stdout
+    and of stderr each (the rest is read and dropped). No stdin means end of file at once. What was printed before a
+    time-out is kept. No descendant is alive afterwards. RuntimeError if the sandbox itself can't start the program.
     """
     limits = {"cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes, "processes": processes,
               "file_bytes": FILE_BYTES, "open_files": 256}  # fmt: skip
@@ -323,8 +323,9 @@ def _run(argv, stdin, cwd, features, limits, wall_seconds, output_bytes, readabl
     with tempfile.TemporaryFile() as given:
         given.write(stdin or b"")
         given.seek(0)
+        streams = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process, status = spawn(argv, cwd=cwd, features=features, limits=limits, wall_seconds=wall_seconds,
-                                readable=readable, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                                readable=readable, **streams)  # fmt: skip
     with status, process.stdout, process.stderr:
         verdict, (out, err), truncated = _collect(process, status, output_bytes)
     process.wait()
@@ -338,7 +339,7 @@ def _run(argv, stdin, cwd, features, limits, wall_seconds, output_bytes, readabl
 
 
 def _collect(process, status, output_bytes):
-    """Read both pipes until the verdict is in and they are empty. Not until they are closed: a survivor may hold them."""
+    """Read both pipes until the verdict is in and they are empty; not until they close, as a survivor may hold them."""
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
     truncated, verdict, until = False, None, float("inf")
     with selectors.DefaultSelector() as selector:

@@ -16,7 +16,6 @@ import csv
 import itertools
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ import chess.engine
 
 COLUMNS = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags".split(",")
 FEW = 12  # legal moves; what models small enough for a CPU can read
-FROM_GAMES = {1: 1900, 2: 900}  # mate in so many moves: puzzles wanted
-FROM_SPARSE = {1: 1400, 2: 500}
-PER_GAME = 6
+FROM_GAMES = {1: 2200, 2: 900}  # mate in so many moves: puzzles wanted
+FROM_SPARSE = {1: 1100, 2: 450}
+PER_GAME = 10
 PLIES = 120
 NODES = 100  # the engine's search for each move of a game
 PIECES = (chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)
@@ -41,23 +40,29 @@ class Puzzle:
     key: str  # the position shown to the solver, without clocks
     themes: str
 
-    @property
-    def solver_moves(self) -> int:
-        return len(self.moves) // 2
-
 
 def mates_in_one(board: chess.Board, at_most: int) -> list[chess.Move]:
     """The mating moves of the side to move; the search stops after `at_most` of them."""
     found = []
-    for move in board.legal_moves:
-        if board.gives_check(move):
-            board.push(move)
-            if board.is_checkmate():
-                found.append(move)
-            board.pop()
-            if len(found) == at_most:
-                break
+    for move in moves_that_may_check(board):
+        board.push(move)
+        if board.is_checkmate():
+            found.append(move)
+        board.pop()
+        if len(found) == at_most:
+            break
     return found
+
+
+def moves_that_may_check(board: chess.Board) -> Iterable[chess.Move]:
+    """All legal moves, less those that can't give check: they start and end off every line to the king."""
+    if board.ep_square is not None:  # taking en passant opens the line of the pawn taken
+        return board.legal_moves
+    king = board.king(not board.turn)
+    lines = chess.BB_KNIGHT_ATTACKS[king] | chess.BB_DIAG_ATTACKS[king][0]
+    lines |= chess.BB_RANK_ATTACKS[king][0] | chess.BB_FILE_ATTACKS[king][0]
+    starts = lines | board.kings  # of the king's moves castling can check with the rook
+    return itertools.chain(board.generate_legal_moves(starts), board.generate_legal_moves(~starts, lines))
 
 
 def forces_mate(board: chess.Board, move: chess.Move) -> bool:
@@ -104,19 +109,18 @@ def themes(board: chess.Board, solver_moves: int) -> str:
     return f"{phase} mate " + ("mateIn1 oneMove" if solver_moves == 1 else "mateIn2 short")
 
 
-def puzzle_after(board: chess.Board, setup: chess.Move, rng: random.Random, few: bool, two: bool) -> Puzzle | None:
-    """The puzzle that this set-up move makes, if it makes one: a mate in one, or in two where `two` says to look."""
-    fen = board.fen()
+def puzzle_after(board: chess.Board, setup: chess.Move, mate_in: int, few: bool, rng: random.Random) -> Puzzle | None:
+    """The mate in one or two, with few legal moves or more, that this set-up move makes; None if it makes none."""
+    fen, line = board.fen(), []
     board.push(setup)
-    line = []
     if (board.legal_moves.count() <= FEW) == few:
         mates = mates_in_one(board, 2)
-        if len(mates) == 1:
+        if mate_in == 1 and len(mates) == 1:
             line = mates
-        elif two and not mates:
+        elif mate_in == 2 and not mates:
             line = mate_in_two(board, rng)
     key = " ".join(board.fen().split()[:4])
-    puzzle = Puzzle(fen, (setup, *line), key, themes(board, len(line))) if line else None
+    puzzle = Puzzle(fen, (setup, *line), key, themes(board, mate_in)) if line else None
     board.pop()
     return puzzle
 
@@ -136,22 +140,23 @@ def game(engine: chess.engine.SimpleEngine, number: int, rng: random.Random) -> 
         board.push(rng.choice(list(board.legal_moves)) if rng.random() < noise[board.turn] else best.move)
 
 
-def puzzles_of_game(plies: Iterable[tuple], rng: random.Random) -> Iterator[Puzzle]:
-    """At most one puzzle for each position of a game, where the played move made it, or another would have."""
+def puzzles_of_game(plies: Iterable[tuple], mate_in: int, rng: random.Random) -> Iterator[Puzzle]:
+    """At most one puzzle for each position of a game: of the move played in it, or for mates in one of another move."""
     for board, played, sees_mate in plies:
-        others = [move for move in board.legal_moves if move != played]
-        for setup in [played, *rng.sample(others, len(others))]:
-            if puzzle := puzzle_after(board, setup, rng, few=False, two=sees_mate and setup == played):
-                yield puzzle
-                break
+        setups = [played] if sees_mate else []
+        if mate_in == 1:
+            setups = [played, *rng.sample(others := [m for m in board.legal_moves if m != played], len(others))]
+        puzzles = (puzzle_after(board, setup, mate_in, False, rng) for setup in setups)
+        yield from itertools.islice(filter(None, puzzles), 1)
 
 
-def puzzles_of_games(engine_path: str, seed: int) -> Iterator[Puzzle]:
-    rng = random.Random(f"games {seed}")
+def from_games(engine_path: str, seed: int, mate_in: int) -> list[Puzzle]:
+    rng = random.Random(f"games {seed} {mate_in}")
     with chess.engine.SimpleEngine.popen_uci(engine_path) as engine:
         engine.configure({"Threads": 1, "Hash": 1})
-        for number in itertools.count():
-            yield from itertools.islice(puzzles_of_game(game(engine, number, rng), rng), PER_GAME)
+        games = (puzzles_of_game(game(engine, number, rng), mate_in, rng) for number in itertools.count())
+        some = itertools.chain.from_iterable(itertools.islice(puzzles, PER_GAME) for puzzles in games)
+        return distinct(some, FROM_GAMES[mate_in], f"mates in {mate_in} from games")
 
 
 def sparse_position(rng: random.Random) -> chess.Board:
@@ -181,38 +186,24 @@ def sparse_position(rng: random.Random) -> chess.Board:
             return board
 
 
-def puzzles_of_sparse_positions(seed: int) -> Iterator[Puzzle]:
+def from_sparse_positions(seed: int, mate_in: int) -> list[Puzzle]:
     """At most one puzzle for each random position."""
-    rng = random.Random(f"sparse {seed}")
-    while True:
-        board = sparse_position(rng)
-        for setup in list(board.legal_moves):
-            if puzzle := puzzle_after(board, setup, rng, few=True, two=True):
-                yield puzzle
-                break
+    rng = random.Random(f"sparse {seed} {mate_in}")
+    boards = (sparse_position(rng) for _ in itertools.count())
+    each = ((puzzle_after(board, setup, mate_in, True, rng) for setup in list(board.legal_moves)) for board in boards)
+    some = itertools.chain.from_iterable(itertools.islice(filter(None, puzzles), 1) for puzzles in each)
+    return distinct(some, FROM_SPARSE[mate_in], f"mates in {mate_in} from sparse positions")
 
 
-def fill(wanted: dict[int, int], puzzles: Iterator[Puzzle], name: str) -> list[Puzzle]:
-    """The first so many puzzles of each length, no position twice."""
-    made, seen, counts = [], set(), Counter()
-    while counts != wanted:
-        puzzle = next(puzzles)
-        if puzzle.key in seen or counts[puzzle.solver_moves] == wanted[puzzle.solver_moves]:
-            continue
-        seen.add(puzzle.key)
-        made.append(puzzle)
-        counts[puzzle.solver_moves] += 1
+def distinct(puzzles: Iterable[Puzzle], wanted: int, name: str) -> list[Puzzle]:
+    """The first so many of these puzzles, no position twice."""
+    made: dict[str, Puzzle] = {}
+    for puzzle in puzzles:
+        made.setdefault(puzzle.key, puzzle)
         if len(made) % 50 == 0:
-            print(f"{name}: {dict(counts)} of {wanted}", file=sys.stderr, flush=True)
-    return made
-
-
-def from_games(engine_path: str, seed: int) -> list[Puzzle]:
-    return fill(FROM_GAMES, puzzles_of_games(engine_path, seed), "games")
-
-
-def from_sparse_positions(seed: int) -> list[Puzzle]:
-    return fill(FROM_SPARSE, puzzles_of_sparse_positions(seed), "sparse positions")
+            print(f"{name}: {len(made)} of {wanted}", file=sys.stderr, flush=True)
+        if len(made) == wanted:
+            return list(made.values())
 
 
 def main() -> None:
@@ -222,7 +213,8 @@ def main() -> None:
     parser.add_argument("--out", default="domains/chess_puzzles.csv")
     args = parser.parse_args()
     with ProcessPoolExecutor(2) as pool:  # the same seed, engine and libraries make the same file
-        parts = [pool.submit(from_games, args.engine, args.seed), pool.submit(from_sparse_positions, args.seed)]
+        parts = [pool.submit(from_games, args.engine, args.seed, mate_in) for mate_in in FROM_GAMES]
+        parts += [pool.submit(from_sparse_positions, args.seed, mate_in) for mate_in in FROM_SPARSE]
         puzzles = [puzzle for part in parts for puzzle in part.result()]
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

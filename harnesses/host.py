@@ -10,7 +10,6 @@ fault of the server is ours and raises RuntimeError.
 
 import contextlib
 import json
-import os
 import resource
 import selectors
 import signal
@@ -93,9 +92,7 @@ def parse(line: bytes, replies: int) -> Request:
             return Ended()
         case {"failed": str(error)}:
             return Failed(error[-ERROR_CHARACTERS:])
-    raise ValueError(
-        "expected Ask(messages, max_tokens, stop, tools) or Act(action, options) with fields of their types"
-    )
+    raise ValueError("expected Ask(messages, max_tokens, stop, tools) or Act(action, options), each of its type")
 
 
 def _message(value, replies: int) -> AskMessage:

@@ -1,6 +1,6 @@
 """The harness host's own process: a warmed fork server, and in each of its children one confined episode.
 
-Standard library, `sandbox` and `contract` only: nothing of a run is in this process, and none of it is ever handed over.
+Standard library, `sandbox` and `contract` only: nothing of a run is in this process, and none is ever handed over.
 """
 
 import builtins
