@@ -51,8 +51,9 @@ ALLOWED = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
     "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sched_yield": (24, 124), "mremap": (25, 216),
-    "madvise": (28, 233), "exit": (60, 93), "gettimeofday": (96, 169), "sigaltstack": (131, 132), "futex": (202, 98), "restart_syscall": (219, 128),
-    "clock_gettime": (228, 113), "exit_group": (231, 94), "ppoll": (271, 73), "getrandom": (318, 278),
+    "madvise": (28, 233), "exit": (60, 93), "gettimeofday": (96, 169), "sigaltstack": (131, 132), "futex": (202, 98),
+    "restart_syscall": (219, 128), "clock_gettime": (228, 113), "exit_group": (231, 94), "ppoll": (271, 73),
+    "getrandom": (318, 278),
 }  # fmt: skip
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit word, column of ALLOWED
 
@@ -78,6 +79,7 @@ def confine(*, memory_bytes: int, cpu_seconds: float, seccomp: bool) -> None:
         return
     _call(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _call(libc.prctl(DUMPABLE, 0, 0, 0, 0), "dumpable")  # no sibling may look into this process
+    _call(libc.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0), "death signal")  # after setuid, which clears it
     if seccomp:
         _call(libc.prctl(SECCOMP, 2, ctypes.byref(seccomp_filter()), 0, 0), "seccomp")
 
@@ -195,7 +197,7 @@ def start(config: dict, argv: list[str], status: socket.socket) -> None:
             limit(**config["limits"])
         if LINUX:
             _call(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-            libc.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after setuid, which clears it
+            _call(libc.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0), "death signal")
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # Python ignores two of them, and an exec would keep that
         os.execvpe(argv[0], argv, environment(config["cwd"]))
@@ -239,9 +241,8 @@ def bind(path: str, read_only: bool) -> None:
     _call(libc.mount(path.encode(), place.encode(), None, BIND | REC, None), f"mount {path}")
     if read_only:
         kept = os.statvfs(path).f_flag & (2 | 4 | 8 | 1024 | 2048)  # nosuid, nodev, noexec, no(dir)atime may be locked
-        _call(
-            libc.mount(None, place.encode(), None, REMOUNT | BIND | RDONLY | NOSUID | kept, None), f"read-only {path}"
-        )
+        kept |= REMOUNT | BIND | RDONLY | NOSUID
+        _call(libc.mount(None, place.encode(), None, kept, None), f"read-only {path}")
 
 
 def bury(child: int) -> None:
@@ -292,23 +293,14 @@ class Result:
     seconds: float
 
 
-def run(
-    argv,
-    *,
-    stdin: bytes | None = None,
-    cwd,
-    wall_seconds,
-    cpu_seconds,
-    memory_bytes,
-    output_bytes,
-    processes,
-    network=False,
-) -> Result:
+def run(argv, *, stdin: bytes | None = None, cwd, wall_seconds: float, cpu_seconds: float, memory_bytes: int,
+        output_bytes: int, processes: int, network: bool = False) -> Result:  # fmt: skip
     """Run a program in the folder `cwd`, which is given over to it, with an environment that holds nothing of ours.
 
-    Limits: seconds of wall and CPU time, address space of each process, processes at one time, bytes kept of stdout
-    and of stderr each (the rest is read and dropped). No stdin means end of file at once. What was printed before a
-    time-out is kept. No descendant is alive afterwards. RuntimeError if the sandbox itself can't start the program.
+    Limits: seconds of wall and CPU time, address space of each process, processes at one time (our own may count as
+    one), bytes kept of stdout and of stderr each (the rest is read and dropped). No stdin means end of file at once.
+    What was printed before a time-out is kept. No descendant is alive afterwards. Raises RuntimeError if the sandbox
+    itself can't start the program.
     """
     limits = {"cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes, "processes": processes,
               "file_bytes": FILE_BYTES, "open_files": 256}  # fmt: skip
@@ -329,9 +321,8 @@ def _run(argv, stdin, cwd, features, limits, wall_seconds, output_bytes, readabl
     with status, process.stdout, process.stderr:
         verdict, (out, err), truncated = _collect(process, status, output_bytes)
     process.wait()
-    verdict = json.loads(
-        verdict.split(b"\n")[0] or b'{"returncode": -9, "timed_out": false}'
-    )  # it killed its supervisor
+    # no verdict: without a pid namespace, the program can kill its supervisor
+    verdict = json.loads(verdict.split(b"\n")[0] or b'{"returncode": -9, "timed_out": false}')
     if "error" in verdict:
         raise RuntimeError(f"sandbox: {verdict['error']}")
     text = [bytes(stream).decode("utf-8", "replace") for stream in (out, err)]

@@ -31,6 +31,7 @@ PER_GAME = 10
 PLIES = 120
 NODES = 100  # the engine's search for each move of a game
 PIECES = (chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)
+EDGE = [s for s in chess.SQUARES if chess.square_rank(s) in (0, 7) or chess.square_file(s) in (0, 7)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def forces_mate(board: chess.Board, move: chess.Move) -> bool:
 
 
 def mate_in_two(board: chess.Board, rng: random.Random) -> list[chess.Move]:
-    """The three moves of the only mate in two, with a reply that leaves one mating move; [] if there is no such line."""
+    """The three moves of the only mate in two, with a reply that leaves one mating move; [] if there is none."""
     first = []
     for move in board.legal_moves:
         if forces_mate(board, move):
@@ -163,18 +164,18 @@ def sparse_position(rng: random.Random) -> chess.Board:
     """A random legal endgame position, the defender to move, with its king at the edge and most pieces near it."""
     while True:
         board, solver, defender = chess.Board(None), *rng.sample(chess.COLORS, 2)
-        edge = [s for s in chess.SQUARES if chess.square_rank(s) in (0, 7) or chess.square_file(s) in (0, 7)]
-        king = rng.choice(edge)
+        king = rng.choice(EDGE)
         board.set_piece_at(king, chess.Piece(chess.KING, defender))
 
         def put(kind: chess.PieceType, color: chess.Color, near: float, board=board, king=king) -> None:
             """Somewhere free; with this probability within three king's steps of the defender's king."""
             reach = 3 if rng.random() < near else 8
-            free = [s for s in chess.SQUARES if not board.piece_at(s) and chess.square_distance(s, king) <= reach]
-            if kind == chess.PAWN:
-                free = [s for s in free if 0 < chess.square_rank(s) < 7]
-            if free:
-                board.set_piece_at(rng.choice(free), chess.Piece(kind, color))
+            while True:
+                square = rng.choice(chess.SQUARES)
+                ranks = range(1, 7) if kind == chess.PAWN else range(8)
+                if chess.square_distance(square, king) <= reach and chess.square_rank(square) in ranks:
+                    if not board.piece_at(square):
+                        return board.set_piece_at(square, chess.Piece(kind, color))
 
         put(chess.KING, solver, near=0.7)
         for kind in rng.choices(PIECES, (4, 4, 3, 1), k=rng.randint(1, 2)) + [chess.PAWN] * rng.randint(0, 2):

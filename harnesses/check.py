@@ -14,8 +14,8 @@ from harnesses.contract import IMPORTS
 
 PROMPTS = ("SYSTEM_PROMPT", "USER_PROMPT")
 MAX_BYTES = 200_000
-FORBIDDEN = frozenset(("__import__", "__builtins__", "__loader__", "importlib", "eval", "exec", "compile", "open", "input",
-                       "globals", "locals", "vars", "breakpoint", "__globals__", "__subclasses__"))  # fmt: skip
+FORBIDDEN = frozenset(("__import__", "importlib", "eval", "exec", "compile", "open", "globals", "locals", "vars",
+                       "__builtins__", "__globals__", "__loader__", "__subclasses__"))  # fmt: skip
 
 
 def tree_hash(source: str) -> str:
@@ -23,11 +23,14 @@ def tree_hash(source: str) -> str:
     return hashlib.sha256(_parse(source)[1].encode()).hexdigest()
 
 
-def problem(source: str, *, scope: str = "harness", h_0: str | None = None, exam_phrases: Iterable[str] = ()) -> str | None:
+def problem(
+    source: str, *, scope: str = "harness", h_0: str | None = None, exam_phrases: Iterable[str] = ()
+) -> str | None:
     """Why this source can't be a candidate, in one line, or None.
 
     scope "prompts" (FST) asks for h_0's syntax tree with nothing but the two prompts changed. `exam_phrases`: ids,
-    positions and question text of D_harness and D_test, which no candidate may quote. Raises only on a caller's mistake.
+    positions and question text of D_harness and D_test, which no candidate may quote. Never raises because of `source`;
+    ValueError for an unknown scope.
     """
     if scope not in ("harness", "prompts") or (scope == "prompts" and h_0 is None):
         raise ValueError(f"expected scope 'harness', or 'prompts' with h_0; found {scope!r} and h_0={h_0!r:.20}")
@@ -125,7 +128,8 @@ def _bindings(tree: ast.Module, name: str) -> int:
     for node in ast.walk(tree):
         is_use = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         if not is_use and not isinstance(node, ast.Constant | ast.Attribute | ast.keyword):
-            count += sum(value == name or (isinstance(value, list) and name in value) for _, value in ast.iter_fields(node))
+            values = (value for _, value in ast.iter_fields(node))
+            count += sum(value == name or (isinstance(value, list) and name in value) for value in values)
     return count
 
 

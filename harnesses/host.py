@@ -149,6 +149,7 @@ class Episode:
     outbox: bytes  # what is still to be sent; at first the source, the observation and the seed
     inbox: bytearray = field(default_factory=bytearray)
     replies: int = 0  # handed over so far
+    confined: bool = False  # its process has said so: what happens from here on is the harness's doing
 
     def close(self) -> None:
         if self.socket.fileno() >= 0:
@@ -241,8 +242,11 @@ class Host:
             chunk = episode.socket.recv(1 << 18)
         except (BrokenPipeError, ConnectionResetError):
             chunk = b""
+        if not chunk and not episode.confined:
+            raise self._died("a process could not be confined")
         if not chunk:
             return Failed(self._why(episode))
+        episode.confined = True
         episode.inbox += chunk
         if b"\n" not in chunk:
             return Failed(f"sent a line of over {LINE_BYTES} bytes") if len(episode.inbox) > LINE_BYTES else None
@@ -278,12 +282,16 @@ class Host:
         except (BrokenPipeError, ConnectionResetError):
             raise self._died() from None
 
-    def _died(self) -> RuntimeError:
-        verdict = self.supervisor.recv(4096).decode().strip()
+    def _died(self, how: str = "it is gone") -> RuntimeError:
+        """Close what is left -> the error to raise, with what the server and its supervisor had to say."""
+        verdict = b""
+        with contextlib.suppress(OSError):
+            self.supervisor.settimeout(1)
+            verdict = self.supervisor.recv(4096)
         self.log.seek(0)
-        said = self.log.read()[-2000:].decode(errors="replace")
+        said = (verdict + self.log.read()[-2000:]).decode(errors="replace").strip()
         self.close()
-        return RuntimeError(f"the harness host died, which no harness should be able to cause: {verdict} {said}")
+        return RuntimeError(f"the harness host failed, which is not the harness's fault: {how}; {said}")
 
     def close(self) -> None:
         """End the server and every episode."""
