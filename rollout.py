@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from harnesses.host import ActRequest, AskRequest, Ended, Failed
-
 from data_types import Message, StopReason, Task, Trajectory, Turn
+from harnesses.host import ActRequest, AskRequest, Ended, Failed
 from model import TemplateError
 from sampler import Request
 
@@ -59,7 +58,7 @@ def rollout(policy, host, domain, todo: Sequence[Plan], limits: Limits, progress
     for start in range(0, len(todo), MAX_LIVE):
         live = [Episode(plan, domain, limits, host) for plan in todo[start : start + MAX_LIVE]]
         try:
-            drive(policy, host, live, progress)
+            drive(policy, host, live, limits, progress)
         finally:
             for episode in live:
                 episode.process.close()
@@ -67,35 +66,45 @@ def rollout(policy, host, domain, todo: Sequence[Plan], limits: Limits, progress
     return done
 
 
-def drive(policy, host, live, progress) -> None:
-    """Alternate: hand every episode what it waits for, act for those that act, sample for those that ask."""
-    handed = [(episode, None) for episode in live]
-    while handed:
-        asking, acted = [], []
-        while handed:
-            requests = host.advance([(episode.process, value) for episode, value in handed])
-            for (episode, _), request in zip(handed, requests, strict=True):
-                match request:
-                    case AskRequest():
-                        if asked := episode.ask(policy, request):
-                            asking.append((episode, asked))
-                    case ActRequest():
-                        if (result := episode.act(request)) is not None:
-                            acted.append((episode, result))
-                    case Ended():
-                        episode.end(StopReason.DONE)
-                    case Failed():
-                        episode.end(StopReason.HARNESS, request.error)
-            handed, acted = acted, []
-        samples = policy.sample([asked for _, asked in asking])
-        handed = [(episode, episode.reply(policy, s)) for (episode, _), s in zip(asking, samples, strict=True)]
-        if progress:
-            for episode in [episode for episode in live if episode.trajectory and not episode.reported]:
-                episode.reported = True
+def drive(policy, host, live, limits: Limits, progress) -> None:
+    """Sample for the episodes that ask; as replies come, hand them on and see what each episode asks next."""
+
+    def go_on(handed):
+        asking = advance(policy, host, handed)
+        for episode, _ in handed:
+            if progress and episode.trajectory:
                 progress(episode.trajectory)
+        return asking
+
+    def answer(found):
+        return go_on([(episode, episode.reply(policy, sample)) for episode, sample in found])
+
+    policy.converse(go_on([(episode, None) for episode in live]), answer, limits.prompt + limits.response)
 
 
-@dataclass
+def advance(policy, host, handed) -> list[tuple["Episode", Request]]:
+    """Hand every episode what it waits for, and act for it, until it asks or ends -> those that ask, and what."""
+    asking = []
+    while handed:
+        requests = host.advance([(episode.process, value) for episode, value in handed])
+        acted = []
+        for (episode, _), request in zip(handed, requests, strict=True):
+            match request:
+                case AskRequest():
+                    if asked := episode.ask(policy, request):
+                        asking.append((episode, asked))
+                case ActRequest():
+                    if (result := episode.act(request)) is not None:
+                        acted.append((episode, result))
+                case Ended():
+                    episode.end(StopReason.DONE)
+                case Failed():
+                    episode.end(StopReason.HARNESS, request.error)
+        handed = acted
+    return asking
+
+
+@dataclass(eq=False)
 class Episode:
     """One rollout while it runs."""
 
@@ -107,7 +116,6 @@ class Episode:
     inserted: int = 0  # tokens after the first prompt that the model did not sample
     acts: int = 0
     trajectory: Trajectory | None = None
-    reported: bool = False
 
     def __post_init__(self):
         self.started = time.monotonic()
@@ -131,9 +139,10 @@ class Episode:
         left = self.limits.response - self.inserted - sum(len(turn.sampled_ids) for turn in self.turns)
         if left <= 0 or len(context) >= self.limits.prompt + self.limits.response:
             return self.end(StopReason.LENGTH)
-        self.context, self.context_text = context, text
+        self.context_text = text
         tokens = min(left, request.max_tokens or left)
-        return Request(context, seed_of(self.plan.seed, len(self.turns)), tokens, request.stop)
+        self.asked = Request(context, seed_of(self.plan.seed, len(self.turns)), tokens, request.stop)
+        return self.asked
 
     def _message(self, policy, message) -> Message:
         """Cuts by tokens happen here: the harness has no tokenizer."""
@@ -151,10 +160,10 @@ class Episode:
                                    min(len(before), len(context)))  # fmt: skip
 
     def reply(self, policy, sample) -> dict:
+        sample = policy.cut(self.asked, sample)
         text = policy.decode(sample.ids)
-        self.turns.append(
-            Turn(self.context, tuple(sample.ids), tuple(sample.logprobs), text, sample.finish, self.context_text)
-        )
+        ids, logprobs = tuple(sample.ids), tuple(sample.logprobs)
+        self.turns.append(Turn(self.asked.context, ids, logprobs, text, sample.finish, self.context_text))
         self.environment.on_reply(text)
         return {"reply": {"turn": len(self.turns) - 1, "text": text, "finish": sample.finish}}
 

@@ -84,9 +84,7 @@ def left_padded(contexts, device):
 
 
 @torch.no_grad()
-def sample_plain(
-    model, requests, eos_ids, temperature, top_k, top_p, batch_tokens=65536, progress=None
-) -> list[Sample]:
+def sample_plain(model, requests, eos_ids, temperature, top_k, top_p, batch_tokens=65536) -> list[Sample]:
     """Hugging Face generate, row by row of left-padded batches; samples come back in the order of the requests."""
     samples: list[Sample | None] = [None] * len(requests)
     for batch in batches_by_length(requests, batch_tokens):
@@ -107,9 +105,14 @@ def sample_plain(
         for i, request, new, logprob in zip(batch, rows, out, logprobs, strict=True):
             n, why = finish(new, request.max_tokens, eos_ids)
             samples[i] = Sample(new[:n], logprob[:n], why)
-            if progress:
-                progress(samples[i])
     return samples
+
+
+def converse_plain(model, requests, answer, eos_ids, **settings) -> None:
+    """Replies to all requests, then to all that `answer` asks next, until it asks nothing."""
+    while requests:
+        samples = sample_plain(model, [request for _, request in requests], eos_ids, **settings)
+        requests = answer([(key, sample) for (key, _), sample in zip(requests, samples, strict=True)])
 
 
 def batches_by_length(requests, batch_tokens: int) -> list[list[int]]:

@@ -17,19 +17,19 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-import sandbox
 import torch
-from harnesses.host import Host
-from proposers.catalogue import NOTICE, Catalogue
 
 import metaharness
 import report
 import rsft
+import sandbox
 from config import DOMAINS, METHODS, PRESETS, PROPOSERS, Config, build_config, config_of
 from data_types import Candidate, Task
 from harnesses import check
+from harnesses.host import Host
 from metaharness import Archive
 from model import Policy
+from proposers.catalogue import NOTICE, Catalogue
 from rollout import Limits, plans, rollout, seed_of
 from run_folder import Run
 
@@ -291,7 +291,9 @@ def arguments(argv) -> argparse.Namespace:
 def load_theta(cfg: Config, checkpoint: Path | None):
     """theta and its optimizer, of --model or of a checkpoint: AdamW without weight decay at a constant rate, its state
     carried across cycles."""
-    policy = Policy.load(str(checkpoint or cfg.model), temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    policy = Policy.load(
+        str(checkpoint or cfg.model), temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, sampler=cfg.sampler
+    )
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, betas=(0.9, 0.999), weight_decay=0.0)
     if checkpoint:
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))

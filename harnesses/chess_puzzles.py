@@ -1,10 +1,12 @@
-"""h_0 of Chess Puzzles (Section B.2 of the paper): the whole position, one UCI move, one retry of each kind, nine turns."""
+"""h_0 of Chess Puzzles (Section B.2): the whole position, one UCI move, one retry of each kind, nine turns."""
 
 import re
 
 from harnesses.contract import Act, Ask, fill, system, tool, user
 
-SYSTEM_PROMPT = "You solve chess puzzles. Answer with exactly one move in UCI notation, chosen from the visible position."
+SYSTEM_PROMPT = (
+    "Answer each position with one of its legal moves, as in <move>e2e4</move>. Write nothing else."
+)
 
 USER_PROMPT = """{position}
 

@@ -79,7 +79,7 @@ def clip(text: str, max_tokens: int) -> Clip:
 
 
 def fill(template: str, **values) -> str:
-    """Replace each {name} by its value in one pass; braces of any other kind, and braces in values, stay as they are."""
+    """Replace each {name} by its value in one pass; other braces, and braces in values, stay as they are."""
     return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), template)
 
 

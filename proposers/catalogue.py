@@ -116,7 +116,9 @@ def constant(name: str, value: str | int) -> Change:
 
 def swap(old: str, new: str) -> Change:
     """Put `new` for `old`, which must occur exactly once and not have been swapped before."""
-    return lambda source: source.replace(old, new) if source.count(old) == 1 and new not in source.replace(old, "") else None
+    return lambda source: (
+        source.replace(old, new) if source.count(old) == 1 and new not in source.replace(old, "") else None
+    )
 
 
 def first(name: str, statement: str) -> Change:

@@ -10,13 +10,20 @@ from transformers import GenerationConfig
 from data_types import Message, StopReason, Trajectory, Turn
 from model import Policy, TemplateError
 from rsft import training_sequences
-from sampler import Draw, Request, finish
+from sampler import Draw, Request, Sample, finish
 
 M = Message
 
 
 def policy(tiny, template="smollm2", thinking=None) -> Policy:
     return Policy.load(str(tiny("llama", template)), thinking=thinking)
+
+
+def replies(p: Policy, requests) -> list[Sample]:
+    """One reply to each request."""
+    found = {}
+    p.converse(list(enumerate(requests)), lambda ended: found.update(ended) or [], positions=64)
+    return [found[i] for i in range(len(requests))]
 
 
 def turn(p: Policy, messages, turns, reply: str, end="<|im_end|>") -> Turn:
@@ -139,7 +146,7 @@ def test_generation_config_of_the_folder_adds_no_sampling_setting(tiny, tmp_path
     hostile = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.3,
                "max_length": 17, "eos_token_id": [2, 0]}  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(hostile))
-    p, seen = Policy.load(str(folder)), []
+    p, seen = Policy.load(str(folder), sampler="plain"), []
     assert p.eos_ids == {0, 2}
     inner = p.actor._get_logits_processor
 
@@ -148,8 +155,8 @@ def test_generation_config_of_the_folder_adds_no_sampling_setting(tiny, tmp_path
         return seen[-1]
 
     p.actor._get_logits_processor = spy
-    (sample,) = p.sample([Request((5, 6, 7), 1, 30)])
-    assert [[type(processor) for processor in processors] for processors in seen] == [[Draw]]
+    (sample,) = replies(p, [Request((5, 6, 7), 1, 30)])
+    assert [type(processor) for processors in seen for processor in processors] == [Draw]
     assert p.actor.generation_config.repetition_penalty in (None, GenerationConfig().repetition_penalty)
     assert len(sample.ids) == 30 or sample.finish == "stop"
 
@@ -164,11 +171,12 @@ def test_a_template_that_refuses_raises_template_error(tiny, messages):
         policy(tiny, "qwen3.5-2b").encode(messages, [])
 
 
+@pytest.mark.parametrize("sampler", ["plain", "slots"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3.5"])
-def test_sampled_logprobs_are_those_of_one_forward_and_do_not_depend_on_the_batch(tiny, architecture):
-    p = Policy.load(str(tiny(architecture)))
+def test_sampled_logprobs_are_those_of_one_forward_and_do_not_depend_on_the_batch(tiny, architecture, sampler):
+    p = Policy.load(str(tiny(architecture)), sampler=sampler)
     requests = [Request(tuple(range(10, 10 + n)), seed, 12) for n, seed in ((3, 1), (9, 2), (5, 3), (5, 4))]
-    together, alone = p.sample(requests), [p.sample([request])[0] for request in requests]
+    together, alone = replies(p, requests), [replies(p, [request])[0] for request in requests]
     assert [s.ids for s in together] == [s.ids for s in alone]
     for request, sample in zip(requests, together, strict=True):
         ids = torch.tensor([list(request.context) + sample.ids])

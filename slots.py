@@ -1,0 +1,363 @@
+"""Fast sampling with one transformers model: slots of a static cache, refilled as replies end, one graphed decode step.
+
+Every reply being sampled owns a *slot*: a row of preallocated buffers that holds the keys and values of its context
+(or the state of a linear-attention layer). A distinct prompt is prefilled once and its slot copied to all its samples;
+what all prompts start with is prefilled once for all. A decode step feeds every slot its newest token and draws the
+next one, in place, on views [:b] x [:s] of the buffers (b slots, s positions, from short lists of sizes), so that on a
+GPU it is a handful of CUDA graphs. They read the weights where they are: a training step needs no new capture.
+
+While the GPU runs a chunk of steps, `answer` is asked about the replies that ended in the chunk before: harnesses and
+environments work beside the sampling. A next turn whose context extends what its slot holds feeds only the new tokens.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from os.path import commonprefix
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from sampler import Request, Sample, draw, left_padded
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_5_text")
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """Decode: query heads that share a key head are several queries of it, so that keys and values are read once and
+    never repeated in memory. query (B, Hq, 1, D), key and value (B, Hk, S, D), mask (B, 1, 1, S) True where seen."""
+    if query.shape[2] != 1 or attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    B, heads, _, D = query.shape
+    grouped = query.reshape(B, key.shape[1], heads // key.shape[1], D)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).float() * (D**-0.5 if scaling is None else scaling)
+    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1).to(value.dtype)  # (B, Hk, Hq / Hk, S)
+    return torch.matmul(weights, value).reshape(B, 1, heads, D), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+class SlotLayer(StaticLayer):
+    """Keys and values of one attention layer for some slots; `update` writes each token at its own position."""
+
+    def __init__(self, keys, values, rows, position):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.rows, self.position = (
+            keys,
+            values,
+            rows,
+            position,
+        )  # (slots, H, S, D); (B,); (B, T)
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.keys[self.rows[:, None], :, self.position] = key_states.transpose(1, 2)
+        self.values[self.rows[:, None], :, self.position] = value_states.transpose(1, 2)
+        if self.keys.shape[0] == self.rows.shape[0]:  # decode: a view of the first b slots, all of them
+            return self.keys, self.values
+        return self.keys[self.rows], self.values[self.rows]
+
+
+def linear_layer(conv, recurrent):
+    """The state of one linear-attention layer on these very buffers."""
+    layer = LinearAttentionLayer()
+    layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
+    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = layer.has_previous_state[0] = True
+    layer.conv_kernel_size[0], layer.dtype, layer.device = conv.shape[-1], conv.dtype, conv.device
+    return layer
+
+
+def layers_of(cache: Cache):
+    """-> (is attention, keys or convolution state, values or recurrent state) of each layer."""
+    return [(True, layer.keys, layer.values) if isinstance(getattr(layer, "keys", None), torch.Tensor)
+            else (False, layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.layers]  # fmt: skip
+
+
+@dataclass
+class Tenant:
+    """What a slot is used for."""
+
+    key: object
+    request: Request
+    length: int  # tokens of context and reply, at the last look
+    ended: bool = False  # the reply is whole; the slot waits for a next turn
+
+
+class SlotSampler:
+    def __init__(self, model, eos_ids, temperature, top_k, top_p, slots: int, positions: int, stopped=None,
+                 chunk=None, graphs=None):  # fmt: skip
+        """slots: replies sampled at one time; positions: longest context plus reply, in tokens; stopped(request, ids):
+        whether a reply holds one of its stop texts."""
+        on_gpu = model.device.type == "cuda"
+        self.model, self.device, self.settings = model, model.device, (temperature, top_k, top_p)
+        self.use_graphs, self.chunk = on_gpu if graphs is None else graphs, chunk or (16 if on_gpu else 4)
+        self.prefill_tokens = 65536 if on_gpu else 4096
+        self.slots, self.positions, self.eos_ids = slots, positions, set(eos_ids)
+        self.stopped = stopped or (lambda request, ids: False)
+        self.eos = torch.tensor(sorted(eos_ids), device=self.device)
+        self.hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+        exact = range(1, slots + 1)  # without graphs any number of slots is one size as good as another
+        self.b_sizes = sorted({slots, *(2**i for i in range(3, 20) if 2**i < slots)}) if self.use_graphs else exact
+        self.s_sizes = sorted({positions, *(n * 2**i for i in range(20) for n in (128, 192) if n * 2**i < positions)})
+        # one more slot holds the shared prefix, one more position takes what padding writes
+        self.buffers = [(a, *(x.new_zeros(slots + 1, *(x.shape[1:2] if a else ()), positions + 1, x.shape[-1]) if a
+                              else x.new_zeros(slots + 1, *x.shape[1:]) for x in pair))
+                        for a, *pair in layers_of(probe(model))]  # fmt: skip
+        zeros = lambda dtype, *shape: torch.zeros(slots, *shape, dtype=dtype, device=self.device)  # noqa: E731
+        # by slot: position of the newest token, that token (not fed yet), seed, end of the budget, whether it goes on
+        self.position, self.token, self.seed, self.limit = (zeros(torch.long) for _ in range(4))
+        self.alive, self.ids, self.logp = (
+            zeros(torch.bool),
+            zeros(torch.long, positions + 1),
+            zeros(torch.float, positions + 1),
+        )
+        self.state = [self.position, self.token, self.seed, self.limit, self.alive, self.ids, self.logp]
+        self.steps, self.pool = {}, None
+
+    # One decode step ------------------------------------------------------------------------------------------------
+
+    def _goes_on(self, token, position, limit):
+        return (token[:, None] != self.eos).all(-1) & (position + 1 < limit)
+
+    def _step(self, cache, rows, position, token, seed, limit, alive, ids, logp):
+        """Feed each slot its newest token and draw the next one, in place. A slot that has ended feeds the same token
+        to the same position again, which changes nothing that attention reads."""
+        keys = next(layer.keys for layer in cache.layers if isinstance(layer, SlotLayer))
+        mask = (torch.arange(keys.shape[2], device=self.device) <= position[:, None])[:, None, None]  # (b, 1, 1, s)
+        mask = {"full_attention": mask, "linear_attention": None} if self.hybrid else mask
+        logits = self.model(input_ids=token[:, None], position_ids=position[:, None], attention_mask=mask,
+                            past_key_values=cache, use_cache=True).logits[:, -1]  # (b, V)  # fmt: skip
+        drawn, drawn_logp = draw(logits, seed, position + 1, *self.settings)
+        ids.scatter_(1, position[:, None] + 1, drawn[:, None])  # past the end of a reply nothing is read
+        logp.scatter_(1, position[:, None] + 1, drawn_logp[:, None])
+        token.copy_(torch.where(alive, drawn, token))
+        position.add_(alive)
+        alive.logical_and_(self._goes_on(token, position, limit))
+
+    def _run(self, b: int, s: int, steps: int) -> None:
+        """Launch decode steps on the first b slots and s positions."""
+        if (b, s) not in self.steps:
+            views, rows = [t[:b] for t in self.state], torch.arange(b, device=self.device)
+            cache = Cache(layers=[SlotLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None]) if attention
+                                  else linear_layer(x[:b], y[:b]) for attention, x, y in self.buffers])  # fmt: skip
+            step = self.steps[b, s] = lambda: self._step(cache, rows, *views)
+            if self.use_graphs:  # the first step is a real one, which warms up; capturing executes nothing
+                side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    step()
+                torch.cuda.current_stream().wait_stream(side)
+                with torch.cuda.graph(graph, pool=self.pool):
+                    step()
+                self.pool, self.steps[b, s], steps = graph.pool(), graph.replay, steps - 1
+        for _ in range(steps):
+            self.steps[b, s]()
+
+    # Prefill --------------------------------------------------------------------------------------------------------
+
+    def _feed(self, slots: list[int], starts: list[int], contexts: list[tuple[int, ...]]) -> torch.Tensor:
+        """Feed each of these slots its context from position `start` on -> hidden state of the last token (B, D).
+        Right-padded: padding writes past the context, where nothing reads before a real token overwrites it."""
+        new = [context[start:] for start, context in zip(starts, contexts, strict=True)]
+        T, rows = max(map(len, new)), torch.tensor(slots, device=self.device)
+        ids = torch.tensor([[*n, *[0] * (T - len(n))] for n in new], device=self.device)  # (B, T)
+        position = torch.tensor(starts, device=self.device)[:, None] + torch.arange(T, device=self.device)  # (B, T)
+        position = position.clamp(max=self.positions)
+        s = self._s_size(max(map(len, contexts)) + T)
+        mask = torch.arange(s + 1, device=self.device) <= position[:, None, :, None]  # (B, 1, T, s + 1)
+        layers = [
+            SlotLayer(k[:, :, : s + 1], v[:, :, : s + 1], rows, position.clamp(max=s)) for _, k, v in self.buffers
+        ]
+        hidden = self.model.base_model(input_ids=ids, position_ids=position, attention_mask=mask, use_cache=True,
+                                       past_key_values=Cache(layers=layers)).last_hidden_state  # fmt: skip
+        return hidden[torch.arange(len(new)), torch.tensor([len(n) - 1 for n in new])]
+
+    def _feed_hybrid(self, slots: list[int], contexts: list[tuple[int, ...]]) -> torch.Tensor:
+        """The same for a model with recurrent state, from position 0. Left-padded, since the state must end at the last
+        token; keys and values lose the padding on their way into the slots."""
+        ids, mask, padding = left_padded(contexts, self.device)
+        n = torch.arange(ids.shape[1], device=self.device)
+        cache, rows = DynamicCache(config=self.model.config), torch.tensor(slots, device=self.device)
+        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=True, past_key_values=cache,
+                                       position_ids=(n - padding[:, None]).clamp(min=0)).last_hidden_state  # fmt: skip
+        shift = (n + padding[:, None]).clamp(max=len(n) - 1)[:, None, :, None]  # (B, 1, T, 1)
+        for (attention, *to), (_, *have) in zip(self.buffers, layers_of(cache), strict=True):
+            for buffer, x in zip(to, have, strict=True):
+                if attention:
+                    buffer[rows, :, : len(n)] = x.gather(2, shift.expand(-1, x.shape[1], -1, x.shape[3]))
+                else:
+                    buffer[rows] = x
+        return hidden[:, -1]
+
+    def _copy(self, src: list[int], dst: list[int], length: int) -> None:
+        """The first positions (all of a recurrent state) of some slots into others."""
+        for attention, *pair in self.buffers:
+            for t in pair:
+                if attention:
+                    t[dst, :, :length] = t[src, :, :length]
+                else:
+                    t[dst] = t[src]
+
+    def _begin(self, hidden, groups: list[list[int]]) -> None:
+        """Draw the first token of every slot of each group from its prompt's last hidden state (B, D)."""
+        slots = [slot for group in groups for slot in group]
+        prompt = torch.tensor([i for i, group in enumerate(groups) for _ in group], device=self.device)
+        requests = [self.tenants[slot].request for slot in slots]
+        seed, end, limit = torch.tensor([(r.seed, len(r.context), len(r.context) + r.max_tokens) for r in requests],
+                                        device=self.device).T  # fmt: skip
+        logits = self.model.get_output_embeddings()(hidden)[prompt]  # (n, V)
+        token, logp = draw(logits, seed, end, *self.settings)
+        self.token[slots], self.position[slots], self.seed[slots], self.limit[slots] = token, end, seed, limit
+        self.ids[slots, end], self.logp[slots, end] = token, logp
+        self.alive[slots] = self._goes_on(token, end, limit)
+
+    def _prefill(self, groups: list[tuple[int, list[int]]]) -> None:
+        """groups: (positions that the first slot holds already, the slots that share one context)."""
+        groups = sorted(groups, key=lambda group: len(self._context(group)) - group[0])
+        while groups:
+            width = lambda n: n * (len(self._context(groups[n - 1])) - groups[n - 1][0])  # noqa: E731, B023
+            n = max([1] + [n for n in range(1, len(groups) + 1) if width(n) <= self.prefill_tokens])
+            part, groups = groups[:n], groups[n:]
+            slots, contexts = [group[1][0] for group in part], [self._context(group) for group in part]
+            if self.hybrid:
+                hidden = self._feed_hybrid(slots, contexts)
+            else:
+                hidden = self._feed(slots, [group[0] for group in part], contexts)
+            if copies := [(first, slot) for _, (first, *rest) in part for slot in rest]:
+                self._copy(*map(list, zip(*copies, strict=True)), max(map(len, contexts)))
+            self._begin(hidden, [group[1] for group in part])
+
+    def _context(self, group) -> tuple[int, ...]:
+        return self.tenants[group[1][0]].request.context
+
+    # The queue ------------------------------------------------------------------------------------------------------
+
+    def _admit(self, queue: deque) -> None:
+        """Give free slots to waiting requests; a distinct context is prefilled once."""
+        free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
+        by_context: dict[tuple, list[int]] = {}
+        for slot in free[: len(queue)]:
+            key, request = queue.popleft()
+            self.tenants[slot] = Tenant(key, request, len(request.context))
+            by_context.setdefault(request.context, []).append(slot)
+        shared = self._share_prefix(by_context) if by_context and not self.hybrid else 0
+        self._prefill([(shared, slots) for slots in by_context.values()])
+
+    def _share_prefix(self, by_context) -> int:
+        """Prefill what all contexts start with into the spare slot (once a call) and copy it -> its length."""
+        if self.prefix is None:
+            prefix = commonprefix([context[:-1] for context in by_context])
+            self.prefix = tuple(prefix) if len(by_context) > 1 else ()
+            if self.prefix:
+                self._feed([self.slots], [0], [self.prefix])
+        if not self.prefix or any(context[: len(self.prefix)] != self.prefix or len(context) == len(self.prefix)
+                                  for context in by_context):  # fmt: skip
+            return 0
+        firsts = [slots[0] for slots in by_context.values()]
+        self._copy([self.slots] * len(firsts), firsts, len(self.prefix))
+        return len(self.prefix)
+
+    def _compact(self) -> int:
+        """Move tenants to the front -> the number of slots that a decode step must cover."""
+        used = [slot for slot, tenant in enumerate(self.tenants) if tenant is not None]
+        b = next(n for n in self.b_sizes if n >= len(used))
+        if src := [slot for slot in used if slot >= b]:
+            dst = [slot for slot in range(b) if self.tenants[slot] is None][: len(src)]
+            self._copy(src, dst, max(self.tenants[slot].length for slot in src) + 1)
+            for t in self.state:
+                t[dst] = t[src]
+            for i, j in zip(src, dst, strict=True):
+                self.tenants[j], self.tenants[i] = self.tenants[i], None
+            self._free(src)
+        return b
+
+    def _free(self, slots) -> None:
+        for slot in slots:
+            self.tenants[slot] = None
+        self.position[slots], self.alive[slots] = 0, False
+
+    def _s_size(self, positions: int) -> int:
+        return next(s for s in self.s_sizes if s >= min(positions, self.positions))
+
+    def _harvest(self, b: int) -> list:
+        """Look at what the chunk did -> (key, sample) of the replies that ended in it."""
+        alive, position = self.alive[:b].tolist(), self.position[:b].tolist()  # waits for the GPU
+        found = []
+        for slot, tenant in enumerate(self.tenants[:b]):
+            if tenant:
+                tenant.length = position[slot] + 1
+            if tenant and not tenant.ended and (not alive[slot] or tenant.request.stop):
+                kept = slice(len(tenant.request.context), tenant.length)
+                ids = self.ids[slot, kept].tolist()
+                if not alive[slot] or self.stopped(tenant.request, ids):
+                    tenant.ended, self.alive[slot] = True, False
+                    why = "stop" if ids[-1] in self.eos_ids else "length"
+                    found.append((tenant.key, Sample(ids, self.logp[slot, kept].tolist(), why)))
+        return found
+
+    def _settle(self, ended: list, new: list, queue: deque) -> None:
+        """After `answer`: a next turn goes on in the slot of its turn before, where that holds the start of its
+        context; other requests wait in the queue, other slots are free."""
+        held = {self.tenants[slot].key: slot for slot in ended}
+        stay: list[tuple[int, list[int]]] = []
+        for key, request in new:
+            slot = held.get(key)
+            known = slot is not None and not self.hybrid and self._known(slot)
+            if known and len(request.context) > len(known) and request.context[: len(known)] == known:
+                self.tenants[slot] = Tenant(key, request, len(request.context))
+                stay.append((len(known), [slot]))
+                ended.remove(slot)
+            else:
+                queue.append((key, request))
+        self._free(ended)
+        self._prefill(stay)
+
+    def _known(self, slot: int) -> tuple[int, ...]:
+        """The tokens that a slot has surely fed: its context and its reply but for the newest token."""
+        context, end = self.tenants[slot].request.context, self.tenants[slot].length - 1
+        return (*context, *self.ids[slot, len(context) : end].tolist())
+
+    @torch.no_grad()
+    def converse(self, requests, answer) -> None:
+        """Sample a reply to each (key, request). `answer([(key, sample), ...])` is called as replies end and returns
+        the (key, request) pairs to sample next; it runs while the GPU works on the other replies."""
+        queue, found = deque(requests), []
+        self.tenants, self.prefix = [None] * self.slots, None
+        self._free(range(self.slots))
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("grouped")
+        try:
+            while queue or found or any(self.tenants):
+                if queue and self.tenants.count(None) >= min(len(queue), max(1, self.slots // 8)):
+                    self._admit(queue)
+                running = any(tenant and not tenant.ended for tenant in self.tenants)
+                if running:
+                    b = self._compact()
+                    longest = max(tenant.length for tenant in self.tenants if tenant)
+                    self._run(b, self._s_size(longest + self.chunk), self.chunk)
+                ended = [slot for slot, tenant in enumerate(self.tenants) if tenant and tenant.ended]
+                new = answer(found) if found else []
+                found = self._harvest(b) if running else []
+                self._settle(ended, new, queue)
+        finally:
+            self.model.set_attn_implementation(before)
+
+
+def probe(model) -> Cache:
+    """The cache of two tokens: what one layer keeps, and how much of it."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model.base_model(
+            torch.zeros(1, 2, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True
+        )
+    return cache
+
+
+def bytes_per_slot(model, positions: int) -> int:
+    """Memory of one slot of so many positions."""
+    return sum(t.element_size() * (t.numel() // t.shape[2] * positions if attention else t.numel())
+               for attention, *pair in layers_of(probe(model)) for t in pair)  # fmt: skip
