@@ -115,6 +115,8 @@ def validate(cfg: Config) -> None:
         value = getattr(cfg, f.name)
         if isinstance(value, int | float | Fraction) and not (value > 0 or value == 0 and f.name in may_be_zero):
             raise ValueError(f"--set {f.name}: expected a number above 0, found {value}")
+    if cfg.sampler not in ("slots", "plain"):
+        raise ValueError(f"--set sampler: expected slots or plain, found {cfg.sampler!r}")
     if cfg.top_p > 1:
         raise ValueError(f"--set top_p: expected a number in (0, 1], found {cfg.top_p}")
 

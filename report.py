@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 import metaharness
@@ -41,8 +42,11 @@ def episode(policy, tau: Trajectory) -> None:
     print("--- end of the episode ---", flush=True)
 
 
-def weight_step(run, k: int, trajectories: Sequence[Trajectory], steps: Sequence[rsft.Step], r_bar: float) -> None:
-    """Log and print one rollout step of the weight phase."""
+def weight_step(
+    run, k: int, trajectories: Sequence[Trajectory], steps: Sequence[rsft.Step], r_bar: float, clock
+) -> None:
+    """Log and print one rollout step of the weight phase. clock: when collect began, ascend began, and ascend ended."""
+    sampling, training = clock[1] - clock[0], clock[2] - clock[1]
     n = len(trajectories)
     accepted = sum(tau.reward for tau in trajectories)
     figures = {
@@ -59,6 +63,9 @@ def weight_step(run, k: int, trajectories: Sequence[Trajectory], steps: Sequence
         "gradient_norm": steps[0].gradient_norm if steps and steps[0].stepped else None,
         "trained_tokens": sum(step.tokens for step in steps),
         "sampled_tokens": sum(tau.sampled_tokens for tau in trajectories),
+        "seconds_sampling": sampling,
+        "seconds_training": training,
+        "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
         **{f"ended_{stop}": sum(tau.stop == stop for tau in trajectories) for stop in StopReason},
     }
     run.log("weight_step", **figures)
@@ -66,7 +73,8 @@ def weight_step(run, k: int, trajectories: Sequence[Trajectory], steps: Sequence
     objective = f"J {figures['objective']:.3f}" if steps else "nothing accepted, no step"
     print(
         f"cycle {k} step {run.state.s}: reward {accepted}/{n} = {accepted / n:.3f}, window {r_bar:.3f}, "
-        f"{figures['optimizer_steps']} optimizer steps, {objective}, {figures['sampled_tokens'] / n:.0f} tokens each",
+        f"{figures['optimizer_steps']} optimizer steps, {objective}, {figures['sampled_tokens'] / n:.0f} tokens each, "
+        f"{n / sampling:.1f} rollouts/s, trained in {training:.1f} s",
         flush=True,
     )
 

@@ -116,7 +116,8 @@ class Sampler:
         return self.tasks[order[place]]
 
 
-# fmt: off (the right margin holds the paper's line numbers)
+# The right margin holds the paper's line numbers.
+# fmt: off
 def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer) -> None:
     """Algorithms 1 and 2, and the baselines. What a phase paid for is in the run folder before the next one starts."""
     state, N, limits = run.state, len(data.weight), Limits(cfg.prompt_limit, cfg.response_limit)
@@ -125,78 +126,62 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
     admit = admission(cfg, run, domain, data)
     if not state.pairs:
         measure("init", None)
-    for k, (weight_stop, harness_stop) in enumerate(schedule(cfg, N)):  # A1 l.1     A2 l.1
-        if weight_stop and f"{k}.weight" not in state.finished:  # Eq. 4, left: ModelUpdate   A1 l.2     A2 l.2
+    for k, (weight_stop, harness_stop) in enumerate(schedule(cfg, N)):                      # A1 l.1     A2 l.1
+
+        if weight_stop and f"{k}.weight" not in state.finished:  # Eq. 4: ModelUpdate       # A1 l.2     A2 l.2
             window, best, theta_best = deque(maxlen=steps_of(cfg.W, N, cfg.B)), -math.inf, None
-            while True:  # A1 l.3     A2 l.3
-                names = (cfg.seed, "weight", state.s)
-                B_s = sampler.next(cfg.B)  # A1 l.3-4   A2 l.4
+            while True:                                                                     # A1 l.3     A2 l.3
+                names, clock = (cfg.seed, "weight", state.s), [time.monotonic()]
+                B_s = sampler.next(cfg.B)                                                   # A1 l.3-4   A2 l.4
                 with report.progress(cfg.B * cfg.G, f"cycle {k} step {state.s + 1}") as bar:
-                    trajectories, S_plus = rsft.collect(  # A1 l.5     A2 l.5
-                        policy, host, domain, state.h, B_s, cfg.G, limits, *names, progress=bar
-                    )
-                steps = rsft.ascend(
-                    policy,
-                    optimizer,
-                    S_plus,
-                    cfg.minibatch,  # A1 l.6     A2 l.6
-                    cfg.micro_tokens,
-                    cfg.max_norm,
-                    seed_of(*names, "order"),
-                )
+                    trajectories, S_plus = rsft.collect(                                    # A1 l.5     A2 l.5
+                        policy, host, domain, state.h, B_s, cfg.G, limits, *names, progress=bar)
+                clock.append(time.monotonic())
+                steps = rsft.ascend(policy, optimizer, S_plus, cfg.minibatch,               # A1 l.6     A2 l.6
+                                    cfg.micro_tokens, cfg.max_norm, seed_of(*names, "order"))
+                clock.append(time.monotonic())
                 window.append(len(S_plus) / len(trajectories))
-                r_bar = sum(window) / len(window)  #            A2 l.7
+                r_bar = sum(window) / len(window)                                           #            A2 l.7
                 state.s, state.drawn = state.s + 1, sampler.drawn
                 state.rollouts["train"] += len(trajectories)
-                report.weight_step(run, k, trajectories, steps, r_bar)
-                if cfg.method == "stagewise" and r_bar > best:  # Section 6.2.1: the best point by training score
+                report.weight_step(run, k, trajectories, steps, r_bar, clock)
+                if cfg.method == "stagewise" and r_bar > best:  # 6.2.1: the best point by training score
                     best, theta_best = r_bar, policy.weights()
-                stop = weight_stop(r_bar)  # A1 l.7     A2 l.8-11
+                stop = weight_stop(r_bar)                                                   # A1 l.7     A2 l.8-11
                 if stop and theta_best:
                     policy.set_weights(theta_best)
                 if stop or (cfg.eval_steps and state.s % cfg.eval_steps == 0):
                     measure(f"{k}.weight", best if stop and theta_best else r_bar)
                 if stop:
                     break
-            run.finish_phase(f"{k}.weight", policy, optimizer)  # A1 l.8     A2 l.12
+            run.finish_phase(f"{k}.weight", policy, optimizer)                              # A1 l.8     A2 l.12
 
-        if harness_stop and f"{k}.harness" not in state.finished:  # Eq. 4, right: HarnessSearch
+        if harness_stop and f"{k}.harness" not in state.finished:  # Eq. 4: HarnessSearch
             archive, j = Archive(run.archive(f"{k}.harness")), 0
-            C_j = [Candidate(state.h, "incumbent", "h_init of this phase", None)]  # A1 l.8     A2 l.12
-            while True:  # A1 l.9     A2 l.14
+            C_j = [Candidate(state.h, "incumbent", "h_init of this phase", None)]           # A1 l.8     A2 l.12
+            while True:                                                                     # A1 l.9     A2 l.14
                 fresh = admit(archive, C_j) if j else C_j
                 with report.progress(len(fresh) * len(data.harness), f"cycle {k} search {j}") as bar:
-                    E_j = metaharness.evaluate(  # A1 l.11    A2 l.13, l.16
-                        policy,
-                        host,
-                        domain,
-                        [c.source for c in fresh],
-                        data.harness,
-                        limits,
-                        cfg.seed,
-                        "harness",
-                        k,
-                        progress=bar,
-                    )
+                    E_j = metaharness.evaluate(                                             # A1 l.11    A2 l.13, 16
+                        policy, host, domain, [c.source for c in fresh], data.harness, limits,
+                        cfg.seed, "harness", k, progress=bar)
                 for candidate, e_h in zip(fresh, E_j, strict=True):
-                    archive.add(candidate, e_h)  # A1 l.12    A2 l.17
+                    archive.add(candidate, e_h)                                             # A1 l.12    A2 l.17
                 state.h = archive.best.source  # h_accept                                   # A1 l.13    A2 l.22
                 state.rollouts["search" if j else "incumbent"] += len(fresh) * len(data.harness)
                 report.search_iteration(run, k, j, archive, len(C_j), E_j)
-                stop = harness_stop(archive.J_best)  # A1 l.14    A2 l.18-21
+                stop = harness_stop(archive.J_best)                                         # A1 l.14    A2 l.18-21
                 if stop or (j and cfg.eval_iterations and j % cfg.eval_iterations == 0):
                     measure(f"{k}.harness", archive.J_best)
                 if stop:
                     break
-                j, state.searched = j + 1, state.searched + 1  #            A2 l.15
-                C_j = proposer.propose(archive, cfg.M, f"{k}.{j}")  # A1 l.10    A2 l.15
-            run.finish_phase(f"{k}.harness", policy, optimizer)  # A1 l.15    A2 l.22
+                j, state.searched = j + 1, state.searched + 1                               #            A2 l.15
+                C_j = proposer.propose(archive, cfg.M, f"{k}.{j}")                          # A1 l.10    A2 l.15
+            run.finish_phase(f"{k}.harness", policy, optimizer)                             # A1 l.15    A2 l.22
 
         if cfg.adaptive and state.spent >= fixed_total(cfg, N, len(data.harness)):
-            break
-    report.final(run)  # A1 l.17    A2 l.24
-
-
+            break                                                                           # A1 l.16    A2 l.23
+    report.final(run)                                                                       # A1 l.17    A2 l.24
 # fmt: on
 
 

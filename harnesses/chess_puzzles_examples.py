@@ -8,9 +8,7 @@ import re
 
 from harnesses.contract import Act, Ask, fill, system, tool, user
 
-SYSTEM_PROMPT = (
-    "Answer each position with one of its legal moves, as in <move>e2e4</move>. Write nothing else."
-)
+SYSTEM_PROMPT = "Answer each position with one of its legal moves, as in <move>e2e4</move>. Write nothing else."
 
 USER_PROMPT = """Find the best move. Reply with exactly one legal UCI move, as in <move>e2e4</move>.
 

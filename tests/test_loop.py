@@ -10,7 +10,7 @@ import pytest
 
 import whale as whale_module
 from config import Config
-from data_types import Artifact, Candidate, StopReason, Task, Trajectory
+from data_types import Artifact, Candidate, StopReason, Task, Trajectory, Turn
 from harnesses import check
 from run_folder import Run
 from whale import Fixed, Patience, Sampler, schedule, steps_of, whale
@@ -99,7 +99,8 @@ def named(source: str) -> str:
 def play(monkeypatch, tmp_path, cfg: Config, script: Script):
     """The real loop, archive, checks and run folder; collect, ascend, evaluate and proposer come from the script."""
     events, weights = [], []
-    tau = lambda reward, task="t": Trajectory(task, "test", 0, 0, reward, StopReason.DONE, ())  # noqa: E731
+    said = (Turn((1,), (2,), (0.0,), "", "stop"),)
+    tau = lambda reward, task="t": Trajectory(task, "test", 0, 0, reward, StopReason.DONE, said)  # noqa: E731
 
     def collect(policy, host, domain, h, B_s, G, limits, seed, phase, s, progress):
         assert len(B_s) == B

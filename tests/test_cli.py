@@ -1,0 +1,140 @@
+"""The true command line, on a tiny real model, real puzzles and real harness processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["prompt_limit=4096", "response_limit=48", "n_weight=24", "n_harness=4", "n_test=4", "B=4", "G=2", "I=1",
+         "harness=", "lr=1e-3"]  # fmt: skip
+
+
+def command(*args, settings=SMALL):
+    return [sys.executable, str(ROOT / "whale.py"), *map(str, args), *(x for s in settings for x in ("--set", s))]
+
+
+def whale(*args, settings=SMALL) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args, settings=settings), capture_output=True, text=True, timeout=300)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_adaptive_whale_end_to_end(tiny, tmp_path):
+    run = tmp_path / "run"
+    done = whale("--domain", "chess", "--adaptive", "--model", tiny(), "--out", run)
+    assert done.returncode == 0, done.stderr
+    log = lines(run / "log.jsonl")
+    events = [event["event"] for event in log]
+    assert events[0] == "pair" and events[-1] == "final"
+    assert events.count("weight_step") >= 2 and events.count("candidate") >= 1 + 2 * 3
+    rollouts = lines(run / "rollouts.jsonl")
+    final = log[-1]
+    assert len(rollouts) == sum(final["rollouts"].values())
+    assert final["spent"] == final["rollouts"]["train"] + final["rollouts"]["search"]
+    for tau in rollouts:
+        for turn in tau["turns"]:
+            assert len(turn["sampled_ids"]) == len(turn["logprobs"]) > 0
+    sources = sorted((run / "archive").glob("*/*/harness.py"))
+    assert len(sources) == events.count("candidate")
+    assert (run / "learning_curve.png").read_bytes()[:4] == b"\x89PNG"
+    AutoModelForCausalLM.from_pretrained(next((run / "checkpoints").glob("cycle_*")))
+    assert "sandbox:" in done.stdout and ">>>" in done.stdout and "catalogue" in done.stdout
+    for pair in (event for event in log if event["event"] == "pair"):
+        assert f"{100 * pair['mean']:.1f}%" in done.stdout
+
+
+def test_a_run_killed_after_a_phase_goes_on_and_ends_as_if_it_never_stopped(tiny, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    args = ("--domain", "chess", "--model", tiny(), "--cycles", "2", "--seed", "7")
+    assert whale(*args, "--out", whole).returncode == 0
+    process = subprocess.Popen(command(*args, "--out", killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (killed / "state.json").exists() and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(1.0)  # somewhere in a later phase
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = whale("--resume", killed, settings=[])
+    assert resumed.returncode == 0, resumed.stderr
+    final, expected = lines(killed / "log.jsonl")[-1], lines(whole / "log.jsonl")[-1]
+    assert final == expected
+    same = [path.relative_to(whole) for path in (whole / "archive").rglob("harness.py")]
+    assert same == [path.relative_to(killed) for path in (killed / "archive").rglob("harness.py")]
+    assert all((whole / path).read_text() == (killed / path).read_text() for path in same)
+
+
+@pytest.mark.parametrize("method", ["weight-only", "harness-only", "stagewise", "fst"])
+def test_every_method_runs(tiny, tmp_path, method):
+    done = whale(
+        "--method", method, "--model", tiny(), "--out", tmp_path / "run", settings=[*SMALL, "E_total=0.3", "I_total=1"]
+    )
+    assert done.returncode == 0, done.stderr
+    log = lines(tmp_path / "run" / "log.jsonl")
+    assert ("weight_step" in {e["event"] for e in log}) == (method != "harness-only")
+    assert ("candidate" in {e["event"] for e in log}) == (method != "weight-only")
+
+
+def test_ctrl_c_stops_cleanly(tiny, tmp_path):
+    process = subprocess.Popen(command("--model", tiny(), "--out", tmp_path / "run"), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    while not (tmp_path / "run" / "log.jsonl").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in error and "Traceback" not in error
+
+
+def test_dry_run_loads_no_model(tmp_path):
+    done = whale("--preset", "paper", "--dry-run", "--model", "no/such-model", settings=[])
+    assert done.returncode == 0
+    assert "cycle 5" in done.stdout and not (Path.cwd() / "runs").exists() or os.listdir(tmp_path) == []
+
+
+BAD = [
+    (["--domain", "go"], [], "--domain: expected one of chess, found 'go'"),
+    (["--method", "sft"], [], "--method: expected one of whale"),
+    (["--proposer", "oracle"], [], "--proposer: expected one of catalogue, found 'oracle'"),
+    (["--preset", "huge"], [], "--preset: expected one of"),
+    (["--model", "no/such-folder"], [], "--model: expected"),
+    (["--puzzles", "missing.csv"], [], "missing.csv"),
+    ([], ["bogus=1"], "--set: expected key=value"),
+    ([], ["lr"], "--set: expected key=value"),
+    ([], ["lr=fast"], "--set lr: expected a value of type float, found 'fast'"),
+    ([], ["G=0"], "--set G: expected a number above 0, found 0"),
+    ([], ["E=1/0"], "--set E: expected"),
+    ([], ["top_p=1.5"], "--set top_p: expected"),
+    ([], ["sampler=vllm"], "--set sampler: expected"),
+    ([], ["themes=nonsense"], "puzzle"),
+    ([], ["harness=README.md"], "--set harness"),
+    (["--resume", "no-run"], [], "--resume: expected a run folder"),
+]
+
+
+@pytest.mark.parametrize(
+    "args,settings,message", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_input_is_one_clear_line(tmp_path, args, settings, message):
+    done = subprocess.run(command(*args, settings=settings), capture_output=True, text=True, timeout=100, cwd=tmp_path,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_bad_row_is_named_by_its_id(tmp_path):
+    header = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags\n"
+    row = "{},r6k/pp2r2p/4Rp1Q/3p4/8/1N1P2R1/PqP2bPP/7K b - - 0 24,f2g3 e6e8,1848,75,95,7,mate,,\n"
+    (tmp_path / "bad.csv").write_text(header + "".join(row.format(f"row{i:02d}") for i in range(40)))
+    done = whale("--puzzles", tmp_path / "bad.csv", settings=["max_legal=0"])
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert "row" in done.stderr and "e6e8" in done.stderr
