@@ -10,8 +10,11 @@ While the GPU runs a chunk of steps, `answer` is asked about the replies that en
 environments work beside the sampling. A next turn whose context extends what its slot holds feeds only the new tokens.
 """
 
+import inspect
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from os.path import commonprefix
 
 import torch
@@ -45,7 +48,7 @@ class SlotLayer(StaticLayer):
     """Keys and values of one attention layer for some slots; `update` writes each token at its own position."""
 
     def __init__(self, keys, values, rows, position):
-        super().__init__(max_cache_len=keys.shape[2])
+        super().__init__(max_cache_len=1)  # unused; a number that varied would make the compiler start again
         self.keys, self.values, self.rows, self.position = (
             keys,
             values,
@@ -71,6 +74,63 @@ def linear_layer(conv, recurrent):
     return layer
 
 
+def run_layer(layer, hidden, cache, **inputs):
+    return type(layer).forward(layer, hidden, **{cache_keyword(layer): cache}, **inputs)
+
+
+def cache_keyword(layer) -> str:
+    """What this version of transformers calls the cache."""
+    return "cache" if "cache" in inspect.signature(type(layer).forward).parameters else "past_key_values"
+
+
+@contextmanager
+def compiled_layers(model, cache: Cache, compiled):
+    """Let every decoder layer run through `compiled`, one function for all layers of a kind: each layer is handed a cache
+    of its own, and all think they are layer 0, so that nothing in the code tells them apart."""
+    layers = model.base_model.layers if compiled else ()
+    parts = [part for layer in layers for part in layer.children() if hasattr(part, "layer_idx")]
+    numbers = [part.layer_idx for part in parts]
+    for i, layer in enumerate(layers):
+        one = Cache(layers=[cache.layers[i]])
+        layer.forward = partial(through, compiled, layer, one)
+    for part in parts:
+        part.layer_idx = 0
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+        for part, number in zip(parts, numbers, strict=True):
+            part.layer_idx = number
+
+
+def through(compiled, layer, one: Cache, hidden, **inputs):
+    for name in ("cache", "past_key_values"):
+        inputs.pop(name, None)
+    mark_sizes([hidden, inputs, vars(one.layers[0])])
+    return compiled(layer, hidden, one, **inputs)
+
+
+def mark_sizes(values) -> None:
+    """Tell the compiler that the number of slots and of positions vary."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, dict | list | tuple):
+            mark_sizes(value)
+        elif isinstance(value, torch.Tensor):
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+            if value.dim() == 4 and value.shape[1] * value.shape[2] > 1:
+                torch._dynamo.maybe_mark_dynamic(value, 2)
+
+
+def sizes_of_positions(positions: int) -> list[int]:
+    """Odd multiples of 64, never a power of two as the numbers of slots are: the compiler would tie the two together."""
+    sizes, size = [positions], 64
+    while size < positions:
+        sizes.append(size)
+        size += 128 * max(1, size // 1024)
+    return sorted(set(sizes))
+
+
 def layers_of(cache: Cache):
     """-> (is attention, keys or convolution state, values or recurrent state) of each layer."""
     return [(True, layer.keys, layer.values) if isinstance(getattr(layer, "keys", None), torch.Tensor)
@@ -89,7 +149,7 @@ class Tenant:
 
 class SlotSampler:
     def __init__(self, model, eos_ids, temperature, top_k, top_p, slots: int, positions: int, stopped=None,
-                 chunk=None, graphs=None):  # fmt: skip
+                 chunk=None, graphs=None, compile_layers=False):  # fmt: skip
         """slots: replies sampled at one time; positions: longest context plus reply, in tokens; stopped(request, ids):
         whether a reply holds one of its stop texts."""
         on_gpu = model.device.type == "cuda"
@@ -102,7 +162,8 @@ class SlotSampler:
         self.hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
         exact = range(1, slots + 1)  # without graphs any number of slots is one size as good as another
         self.b_sizes = sorted({slots, *(2**i for i in range(3, 20) if 2**i < slots)}) if self.use_graphs else exact
-        self.s_sizes = sorted({positions, *(n * 2**i for i in range(20) for n in (128, 192) if n * 2**i < positions)})
+        self.s_sizes = sizes_of_positions(positions)
+        self.compiled = torch.compile(run_layer) if compile_layers else None
         # one more slot holds the shared prefix, one more position takes what padding writes
         self.buffers = [(a, *(x.new_zeros(slots + 1, *(x.shape[1:2] if a else ()), positions + 1, x.shape[-1]) if a
                               else x.new_zeros(slots + 1, *x.shape[1:]) for x in pair))
@@ -145,17 +206,23 @@ class SlotSampler:
             cache = Cache(layers=[SlotLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None]) if attention
                                   else linear_layer(x[:b], y[:b]) for attention, x, y in self.buffers])  # fmt: skip
             step = self.steps[b, s] = lambda: self._step(cache, rows, *views)
-            if self.use_graphs:  # the first step is a real one, which warms up; capturing executes nothing
-                side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    step()
-                torch.cuda.current_stream().wait_stream(side)
-                with torch.cuda.graph(graph, pool=self.pool):
-                    step()
-                self.pool, self.steps[b, s], steps = graph.pool(), graph.replay, steps - 1
+            if self.use_graphs:
+                self.steps[b, s], steps = self._capture(step, cache), steps - 1
         for _ in range(steps):
             self.steps[b, s]()
+
+    def _capture(self, step, cache):
+        """A CUDA graph of this step. The first step is a real one, which warms up; capturing executes nothing."""
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with compiled_layers(self.model, cache, self.compiled):
+            with torch.cuda.stream(side):
+                step()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph, pool=self.pool):
+                step()
+        self.pool = graph.pool()
+        return graph.replay
 
     # Prefill --------------------------------------------------------------------------------------------------------
 
@@ -328,9 +395,7 @@ class SlotSampler:
         queue, found = deque(requests), []
         self.tenants, self.prefix = [None] * self.slots, None
         self._free(range(self.slots))
-        before = self.model.config._attn_implementation
-        self.model.set_attn_implementation("grouped")
-        try:
+        with self._grouped():
             while queue or found or any(self.tenants):
                 if queue and self.tenants.count(None) >= min(len(queue), max(1, self.slots // 8)):
                     self._admit(queue)
@@ -343,8 +408,21 @@ class SlotSampler:
                 new = answer(found) if found else []
                 found = self._harvest(b) if running else []
                 self._settle(ended, new, queue)
+
+    @contextmanager
+    def _grouped(self):
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("grouped")
+        try:
+            yield
         finally:
             self.model.set_attn_implementation(before)
+
+    @torch.no_grad()
+    def decoding(self, work) -> None:
+        """Call `work` as inside a conversation: for measuring."""
+        with self._grouped():
+            work()
 
 
 def probe(model) -> Cache:
