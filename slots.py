@@ -85,8 +85,8 @@ def cache_keyword(layer) -> str:
 
 @contextmanager
 def compiled_layers(model, cache: Cache, compiled):
-    """Let every decoder layer run through `compiled`, one function for all layers of a kind: each layer is handed a cache
-    of its own, and all think they are layer 0, so that nothing in the code tells them apart."""
+    """Let every decoder layer run through `compiled`, one function for all layers of a kind: each layer is handed a
+    cache of its own, and all think they are layer 0, so that nothing in the code tells them apart."""
     layers = model.base_model.layers if compiled else ()
     parts = [part for layer in layers for part in layer.children() if hasattr(part, "layer_idx")]
     numbers = [part.layer_idx for part in parts]
@@ -123,7 +123,7 @@ def mark_sizes(values) -> None:
 
 
 def sizes_of_positions(positions: int) -> list[int]:
-    """Odd multiples of 64, never a power of two as the numbers of slots are: the compiler would tie the two together."""
+    """Odd multiples of 64, never a power of two as the numbers of slots are: the compiler would tie the two."""
     sizes, size = [positions], 64
     while size < positions:
         sizes.append(size)

@@ -1,8 +1,9 @@
-"""Useful tokens per second of every way to sample, on one ragged workload: python benchmarks/sampling.py --shape smollm2
+"""Useful tokens per second of every way to sample: python benchmarks/sampling.py --shape smollm2
 
-32 prompts of 512 tokens, 8 replies each, lengths lognormal (mean about 154, at most 512), weights random, bf16 on a GPU.
-Plain generate goes on until its longest reply is done; a token is useful if its reply wanted it. Every side runs in full,
-in turn, `--repeats` times after one warm-up; the table gives medians. `--profile` adds where a decode step's time goes.
+One ragged workload: 32 prompts of 512 tokens, 8 replies each, lengths lognormal (mean about 154, at most 512), random
+weights, bf16 on a GPU. Plain generate goes on until its longest reply is done; a token is useful if its reply wanted
+it. Every side runs in full, in turn, `--repeats` times after one warm-up; the table gives medians. `--profile` adds
+where a decode step's time goes.
 """
 
 import argparse
@@ -118,8 +119,8 @@ def main() -> None:
     sizes = (32, 8, 512, 512) if CUDA else (4, 4, 48, 48)
     contexts, wanted = workload(model.config.vocab_size, *sizes)
     useful = sum(wanted)
-    print(f"{torch.cuda.get_device_name() if CUDA else 'CPU'}, torch {torch.__version__}, {args.shape} shape, {model.dtype}: "
-          f"{len(wanted)} replies, {useful} useful tokens, longest {max(wanted)}")  # fmt: skip
+    print(f"{torch.cuda.get_device_name() if CUDA else 'CPU'}, torch {torch.__version__}, {args.shape} shape, "
+          f"{model.dtype}: {len(wanted)} replies, {useful} useful tokens, longest {max(wanted)}")  # fmt: skip
     makers = {"plain": plain, "slots": slots, "compiled": lambda *work: slots(*work, compile_layers=True)}
     sides, first = {}, {}
     for name in args.sides.split(","):

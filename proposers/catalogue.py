@@ -2,8 +2,8 @@
 
 It shows the loop, not discovery: whoever wrote the list knew the domain. Some edits are known to help (legal moves
 grouped by origin square and marked, as in Appendix D.3; a more forgiving reading of replies), some do nothing, some do
-harm, so that Eq. 3 has something to choose from; the search isn't told which. It reads no traces, and of the scores only
-which entry is accepted. Nothing here makes a move: marks and orders come from the notation of the visible legal moves.
+harm, so that Eq. 3 has something to choose from; the search isn't told which. It reads no traces, and of the scores
+only which entry is accepted. Nothing here makes a move: marks and orders come from the notation of the visible moves.
 """
 
 import ast
@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 from data_types import Candidate
 from harnesses.check import literal, problem, prompts, replace_span, tree_hash, with_prompts
@@ -41,7 +42,7 @@ class Edit:
 
 
 class Catalogue:
-    """Propose(A, E; M) of Section 3.2. Seed, label and archive alone decide what is drawn, so a resume draws the same."""
+    """Propose(A, E; M) of Section 3.2. Seed, label and archive alone decide what is drawn: a resume draws the same."""
 
     def __init__(self, seed: int, scope: str = "harness", marks: bool = True):
         """scope "prompts" (FST) draws prompt edits only; marks=False leaves out edits that use the marks of the SAN."""
@@ -148,9 +149,170 @@ def steps(*changes: Change) -> Change:
     return change
 
 
-def track(source: str) -> str | None:
-    """Let `position` be what is on the board throughout the episode: the result of an illegal move doesn't show it."""
-    if "position = task" in source:
-        return source
-    start = swap("    retries = {", "    position = task\n    retries = {")
-    return steps(start, swap("if result.accepted:\n", f"if result.accepted:\n{' ' * 16}position = result\n"))(source)
+def prompt(name: str, change: Callable[[str], str]) -> Change:
+    return lambda source: with_prompts(source, **{name: change(prompts(source)[name])})
+
+
+def system_says(text: str) -> Change:
+    return prompt("SYSTEM_PROMPT", lambda old: text)
+
+
+def user_hears(line: str) -> Change:
+    """One more line before the position, so that what the small models imitate stays last."""
+    return prompt("USER_PROMPT", lambda old: old if line in old else f"{line}\n{old}")
+
+
+def user_without(text: str, instead: str = "") -> Change:
+    return prompt("USER_PROMPT", lambda old: old.replace(text, instead))
+
+
+def turned(old: str) -> str:
+    """The position at the other end of the prompt."""
+    rest = old.replace("{position}", "").strip()
+    return f"{{position}}\n\n{rest}" if old.endswith("{position}") else f"{rest}\n\n{{position}}"
+
+
+def with_examples(old: str) -> str:
+    return prompts(EXAMPLES.read_text())["USER_PROMPT"] if old.count("FEN:") == 0 else old
+
+
+def one_example(old: str) -> str:
+    """Without the last worked example: all between the last two questions."""
+    *kept, last, question = old.split("\n\nuser\n") if "\n\nuser\n" in old else ("", "")
+    return "\n\nuser\n".join([*kept, question]) if len(kept) > 1 else old
+
+
+PROMPT_EDITS = [
+    Edit("terse", "fewer words leave less to imitate", system_says("One legal move in <move></move>, nothing else.")),
+    Edit("role", "a role may call up chess knowledge", system_says("You are a chess grandmaster who solves puzzles.")),
+    Edit("no system prompt", "the user prompt says it all", system_says("")),
+    Edit("list is complete", "moves outside the list are refused", user_hears("Only the listed moves are legal.")),
+    Edit("mate first", "many puzzles end in mate", user_hears("First look for a move that gives checkmate.")),
+    Edit("forcing first", "solutions are forcing", user_hears("Prefer checks, then captures, then threats.")),
+    Edit("form", "says what UCI is", user_hears("UCI is the from-square, then the to-square, as in g1f3.")),
+    Edit("step by step", "reasoning may help", user_hears("Think step by step about every move before you answer.")),
+    Edit("rules", "the rules may help", user_hears(
+        "Pawns move forward and capture sideways. Knights jump. Bishops move on diagonals, rooks on lines, queens on "
+        "both. A king in check must leave it. Checkmate ends the game. Castling moves the king two squares.")),
+    Edit("no sample move", "the sample move may be copied", user_without(", as in <move>e2e4</move>")),
+    Edit("no goal", "the goal is plain from the list", user_without("Find the best move. ")),
+    Edit("turned round", "what stands last is freshest", prompt("USER_PROMPT", turned)),
+    Edit("worked examples", "small models imitate", prompt("USER_PROMPT", with_examples)),
+    Edit("one example less", "a shorter prompt", prompt("USER_PROMPT", one_example)),
+]  # fmt: skip
+
+MARKS = dedent("""
+    def marks(san):
+        names = [("#", "mate"), ("+", "check"), ("x", "capture")]
+        return "".join(f" ({name})" for sign, name in names if sign in san)
+    """).lstrip()
+
+
+def listed(body: str, *helpers: str) -> Change:
+    """Another way to show the legal moves."""
+    new = "def show_legal(legal):\n" + "".join(f"    {line}\n" for line in dedent(body).strip().splitlines())
+    return steps(function("show_legal", new.rstrip()), *map(define, helpers))
+
+
+def without_line(start: str) -> Change:
+    """Leave out one line of the position."""
+
+    def change(source: str) -> str | None:
+        text = ast.get_source_segment(source, _function(source, "show"))
+        kept = [line for line in text.splitlines() if not line.strip().startswith(start)]
+        return replace_function(source, "show", "\n".join(kept))
+
+    return change
+
+
+def reads(body: str) -> Change:
+    """Another way to read the move of a reply."""
+    new = "def read_move(text):\n" + "".join(f"    {line}\n" for line in dedent(body).strip("\n").splitlines())
+    return function("read_move", new.rstrip())
+
+
+MOVE = r'r"(?<!\w)[a-h][1-8][a-h][1-8][a-z]?(?![\w=])"'
+
+CODE_EDITS = [
+    Edit("grouped", "legal moves by the square they start from", listed("""
+        groups = {}
+        for move in legal:
+            groups.setdefault(move.uci[:2], []).append(move.uci)
+        return "\\n".join(["", *(f"{square}: {' '.join(moves)}" for square, moves in groups.items())])
+        """)),
+    Edit("marked", "says which moves mate, check or capture", listed("""
+        return ", ".join(move.uci + marks(move.san) for move in legal)
+        """, MARKS), marks=True),
+    Edit("grouped and marked", "as in Appendix D.3", listed("""
+        groups = {}
+        for move in legal:
+            groups.setdefault(move.uci[:2], []).append(move.uci + marks(move.san))
+        return "\\n".join(["", *(f"{square}: {', '.join(moves)}" for square, moves in groups.items())])
+        """, MARKS), marks=True),
+    Edit("forcing moves first", "the solution is mostly forcing", listed("""
+        order = sorted(legal, key=lambda move: ("#" not in move.san, "+" not in move.san, "x" not in move.san))
+        return " ".join(move.uci for move in order)
+        """), marks=True),
+    Edit("only forcing moves", "a shorter list is easier to choose from", listed("""
+        forcing = [m for m in legal if "#" in m.san] or [m for m in legal if "+" in m.san] or legal
+        return " ".join(move.uci for move in forcing)
+        """), marks=True),
+    Edit("SAN too", "models have read games in SAN", listed("""
+        return " ".join(f"{move.uci}={move.san}" for move in legal)
+        """), marks=True),
+    Edit("one a line", "moves apart are easier to copy", listed("""
+        return "\\n".join(["", *(move.uci for move in legal)])
+        """)),
+    Edit("bracketed list", "each move in the form of the answer", listed("""
+        return " ".join(f"<move>{move.uci}</move>" for move in legal)
+        """)),
+    Edit("reversed list", "the last moves are read best", listed("""
+        return " ".join(move.uci for move in reversed(legal))
+        """)),
+    Edit("half the list", "a shorter list", listed("""
+        return " ".join(move.uci for move in legal[: len(legal) // 2 + 1])
+        """)),
+    Edit("no list", "the board says it all", listed("""
+        return "not shown"
+        """)),
+    Edit("no FEN", "the board shows the same", without_line('f"FEN:')),
+    Edit("no board", "the FEN shows the same", steps(without_line("position.board"), without_line('f"Board'))),
+    Edit("no history", "the position is enough", without_line('f"Moves so far')),
+    Edit("last move only", "old moves are noise", swap("{' '.join(position.history)}", "{position.history[-1]}")),
+    Edit("read the last move", "a reply that weighs several moves settles on its last", reads(f"""
+        found = re.findall({MOVE}, text.lower())
+        return found[-1] if found else None
+        """)),
+    Edit("read the first move", "what follows the first move is chatter", reads(f"""
+        found = re.findall({MOVE}, text.lower())
+        return found[0] if found else None
+        """)),
+    Edit("read the tag only", "moves outside the tag are not answers", reads(f"""
+        tagged = re.findall(r"<move>(.*?)</move>", text, re.DOTALL)
+        found = re.findall({MOVE}, tagged[-1].lower()) if tagged else []
+        return found[0] if len(found) == 1 else None
+        """)),
+    Edit("read after thinking", "moves inside <think> are scratch notes", first(
+        "read_move", 'text = text.rpartition("</think>")[2]')),
+    Edit("three retries", "more chances", constant("RETRIES", 3)),
+    Edit("no retries", "saves tokens", constant("RETRIES", 0)),
+    Edit("one turn", "saves tokens", constant("ASSISTANT_TURNS", 1)),
+    Edit("short feedback", "less to read", steps(
+        constant("MALFORMED", "One legal move, please."), constant("ILLEGAL", "{move} is illegal. Another, please."))),
+    Edit("at most 24 tokens a turn", "cuts chatter off", swap(
+        "yield Ask(messages)", "yield Ask(messages, max_tokens=24)")),
+    Edit("stop at the tag", "nothing after the move matters", swap(
+        "yield Ask(messages)", 'yield Ask(messages, stop=("</move>",))')),
+    Edit("short next position", "the board is known", function("after_accepted", dedent("""
+        def after_accepted(result):
+            return f"Correct. The opponent replies {result.reply}. Legal moves: {show_legal(result.legal)}"
+        """).strip())),
+    Edit("restate the line", "the moves so far need not be carried in mind", function("after_accepted", dedent("""
+        def after_accepted(result):
+            line = " ".join(result.history[1:])
+            return f"Your line so far: {line}. The opponent's last reply: {result.reply}.\\n\\n{show(result)}"
+        """).strip())),
+    Edit("every position afresh", "a clean prompt for each move", swap(
+        "messages.append(tool(after_accepted(result)))",
+        "messages = [system(SYSTEM_PROMPT), user(fill(USER_PROMPT, position=show(result)))]")),
+]  # fmt: skip
