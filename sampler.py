@@ -31,25 +31,34 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def draw(logits, seed, position, temperature: float, top_k: int, top_p: float):
-    """Sample one token a row from softmax(logits / temperature) cut to top-k, then to top-p.
+def perturbed(logits, seed, position, temperature: float, top_k: int, top_p: float):
+    """Each row's candidates with Gumbel noise that is a function of (seed, position, token) and of nothing else.
 
-    The Gumbel noise is a function of (seed, position, token) and of nothing else, so a sample does not depend on what
-    shares its batch. Temperature 0 is greedy, and then top-k and top-p change nothing; top_k 0 and top_p 1 cut nothing.
     logits (B, V); seed (B,) int64; position (B,) of the drawn token in its context, int64
-    -> tokens (B,), natural-log probabilities (B,) under the whole softmax at this temperature.
+    -> scores (B, K) float64, whose arg max is the sample; log-probabilities (B, K) under the whole softmax at this
+    temperature; tokens (B, K). Temperature 0 is greedy; top_k 0 and top_p 1 cut nothing.
     """
     logits = logits.float() / (temperature or 1.0)  # (B, V)
-    width = min(top_k or logits.shape[-1], logits.shape[-1]) if temperature else 1
-    top, ids = logits.topk(width)  # (B, K) sorted
-    bits = mix(mix(mix(seed)[:, None] + position[:, None]) + ids)  # (B, K)
+    width = min(top_k or logits.shape[-1], logits.shape[-1]) if temperature else min(2, logits.shape[-1])
+    top, tokens = logits.topk(width)  # (B, K) sorted
+    logprobs = top - logits.logsumexp(-1, keepdim=True)  # (B, K)
+    if not temperature:
+        return top.double(), logprobs, tokens
+    bits = mix(mix(mix(seed)[:, None] + position[:, None]) + tokens)  # (B, K)
     uniform = (((bits >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52
-    noisy = top.double() - (-uniform.log()).log()  # (B, K)
+    scores = top.double() - (-uniform.log()).log()  # (B, K)
     if top_p < 1.0:
         before = top.softmax(-1).cumsum(-1) - top.softmax(-1)  # probability of the better tokens
-        noisy = noisy.masked_fill(before >= top_p, -torch.inf)
-    pick = noisy.argmax(-1, keepdim=True)  # (B, 1)
-    return ids.gather(1, pick)[:, 0], top.gather(1, pick)[:, 0] - logits.logsumexp(-1)
+        scores = scores.masked_fill(before >= top_p, -torch.inf)
+    return scores, logprobs, tokens
+
+
+def draw(logits, seed, position, temperature: float, top_k: int, top_p: float):
+    """One token a row from softmax(logits / temperature) cut to top-k, then to top-p -> tokens (B,), their natural-log
+    probabilities (B,). A sample does not depend on what shares its batch."""
+    scores, logprobs, tokens = perturbed(logits, seed, position, temperature, top_k, top_p)
+    pick = scores.argmax(-1, keepdim=True)  # (B, 1)
+    return tokens.gather(1, pick)[:, 0], logprobs.gather(1, pick)[:, 0]
 
 
 class Draw(LogitsProcessor):
