@@ -59,7 +59,7 @@ def tiny_qwen(vocabulary: int) -> Qwen3_5ForCausalLM:
                           num_key_value_heads=2, head_dim=32, linear_num_key_heads=4, linear_num_value_heads=4,
                           linear_key_head_dim=16, linear_value_head_dim=16, vocab_size=vocabulary,
                           layer_types=["linear_attention"] * 3 + ["full_attention"], tie_word_embeddings=True,
-                          initializer_range=0.2)
+                          initializer_range=0.1)
     ).eval()  # fmt: skip
 
 
