@@ -143,7 +143,7 @@ class Tenant:
 
     key: object
     request: Request
-    length: int  # tokens of context and reply, at the last look
+    length: int  # tokens of context and reply at the last look, with the one drawn when the reply began
     ended: bool = False  # the reply is whole; the slot waits for a next turn
 
 
@@ -309,7 +309,7 @@ class SlotSampler:
         by_context: dict[tuple, list[int]] = {}
         for slot in free[: len(queue)]:
             key, request = queue.popleft()
-            self.tenants[slot] = Tenant(key, request, len(request.context))
+            self.tenants[slot] = Tenant(key, request, len(request.context) + 1)
             by_context.setdefault(request.context, []).append(slot)
         shared = self._share_prefix(by_context) if by_context and not self.hybrid else 0
         self._prefill([(shared, slots) for slots in by_context.values()])
@@ -375,7 +375,7 @@ class SlotSampler:
             slot = held.get(key)
             known = slot is not None and not self.hybrid and self._known(slot)
             if known and len(request.context) > len(known) and request.context[: len(known)] == known:
-                self.tenants[slot] = Tenant(key, request, len(request.context))
+                self.tenants[slot] = Tenant(key, request, len(request.context) + 1)
                 stay.append((len(known), [slot]))
                 ended.remove(slot)
             else:

@@ -134,6 +134,13 @@ def test_the_noise_is_a_gumbel_of_seed_position_and_token_alone():
     assert set(draw(logits, seed, position, 1.0, 2, 1.0)[0].tolist()) == {2, 3}
 
 
+@pytest.mark.parametrize("length", range(40, 72))
+def test_no_context_length_steps_over_the_edge_of_a_size(tiny, length):
+    model = Policy.load(str(tiny())).model.eval()
+    requests = [(0, Request(tuple(10 + i for i in range(length)), 1, 40))]
+    assert replies(slots(model, 1.0, 1, chunk=16), requests)[0].ids == replies(plain(model, 1.0), requests)[0].ids
+
+
 def test_sizes_of_positions_are_never_a_number_of_slots():
     sizes = sizes_of_positions(20_480)
     assert sizes == sorted(sizes) and sizes[-1] == 20_480 and len(sizes) < 60
