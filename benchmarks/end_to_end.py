@@ -1,8 +1,8 @@
 """Where the time of a weight phase goes, and how the samplers compare: python benchmarks/end_to_end.py --puzzles FILE
 
 Rollout steps of the preset on real puzzles with the real model: rollouts per second, and the share of wall time of
-sampling, of harnesses and environments that the sampling did not hide, and of training. Both samplers start from the same
-weights and draw the same seeds; each step is timed alone.
+sampling, of harnesses and environments (part of it hidden by the GPU's work), and of training. Both samplers start from
+the same weights and draw the same seeds; each step is timed alone.
 """
 
 import argparse
@@ -59,8 +59,9 @@ def phase(cfg: Config, name: str, steps: int, data) -> list[dict]:
                              "beside": beside.seconds, "train": end - sampled,
                              "tokens": sum(tau.sampled_tokens for tau in trajectories)})  # fmt: skip
             m = measured[-1]
-            print(f"{name} step {s}: {m['rollouts']} rollouts, {m['accepted']} accepted, {m['tokens']} tokens, collect "
-                  f"{m['collect']:.1f} s, of it harnesses {m['beside']:.1f} s, train {m['train']:.1f} s", flush=True)  # fmt: skip
+            print(f"{name} step {s}: {m['rollouts']} rollouts, {m['accepted']} accepted, {m['tokens']} tokens,",
+                  f"collect {m['collect']:.1f} s, of it harnesses {m['beside']:.1f} s, train {m['train']:.1f} s",
+                  flush=True)  # fmt: skip
     rollout.advance = advance
     return measured
 
@@ -76,9 +77,7 @@ def main() -> None:
     cfg = Config("chess", **PRESETS[args.preset] | {"puzzles": args.puzzles, "model": args.model})
     data = load_data(cfg, domain)
     sides = {"slots": phase(cfg, "slots", args.steps, data)[1:], "plain": phase(cfg, "plain", args.plain_steps, data)}
-    print(
-        "\n| sampler | rollouts/s, collecting | sampling | harnesses and environments | training |\n|---|---|---|---|---|"
-    )
+    print("\n| sampler | rollouts/s | sampling | harnesses and environments | training |\n|---|---|---|---|---|")
     for name, steps in sides.items():
         rate = statistics.median(m["rollouts"] / m["collect"] for m in steps)
         whole = sum(m["collect"] + m["train"] for m in steps)
