@@ -177,6 +177,7 @@ class SlotSampler:
             zeros(torch.float, positions + 1),
         )
         self.state = [self.position, self.token, self.seed, self.limit, self.alive, self.ids, self.logp]
+        self.rows = torch.arange(slots, device=self.device)  # kept: captured graphs read it
         self.steps, self.pool = {}, None
 
     # One decode step ------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class SlotSampler:
     def _run(self, b: int, s: int, steps: int) -> None:
         """Launch decode steps on the first b slots and s positions."""
         if (b, s) not in self.steps:
-            views, rows = [t[:b] for t in self.state], torch.arange(b, device=self.device)
+            views, rows = [t[:b] for t in self.state], self.rows[:b]
             cache = Cache(layers=[SlotLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None]) if attention
                                   else linear_layer(x[:b], y[:b]) for attention, x, y in self.buffers])  # fmt: skip
             step = self.steps[b, s] = lambda: self._step(cache, rows, *views)
