@@ -67,7 +67,7 @@ PRESETS = {
     "mini": dict(
         harness="small", moves=2, n_weight=4096, n_harness=128, B=64, lr=2e-5, cycles=4, E=Fraction(10 * 64, 4096), I=4,
         E_total=Fraction(40 * 64, 4096), I_total=16, W=Fraction(4 * 64, 4096), T_min=Fraction(4 * 64, 4096),
-        P_w=Fraction(4 * 64, 4096), J_min=4, test_samples=4, eval_steps=5, prompt_limit=1536, response_limit=512,
+        P_w=Fraction(4 * 64, 4096), J_min=4, test_samples=4, eval_steps=5, prompt_limit=1536, response_limit=256,
         minibatch=32,
     ),
     # two cores and a few minutes: one cycle, positions with few legal moves

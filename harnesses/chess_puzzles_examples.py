@@ -1,7 +1,7 @@
 """h_0 of Chess Puzzles with two worked examples in its user prompt, and otherwise the code of h_0.
 
-For a model too small to follow the instruction alone. The plain labels "user" and "assistant" make it imitate: they are
-what stands before a reply in the chat template. Both positions were made up for this file; each has one mate in one.
+For a model too small to follow the instruction alone. The examples stand as turns of their own, in the tokens of the
+ChatML template that SmolLM2 and Qwen share. Both positions were made up for this file; each has one mate in one.
 """
 
 import re
@@ -12,7 +12,6 @@ SYSTEM_PROMPT = "Answer each position with one of its legal moves, as in <move>e
 
 USER_PROMPT = """Find the best move. Reply with exactly one legal UCI move, as in <move>e2e4</move>.
 
-user
 FEN: 7k/7P/7K/8/7N/8/8/8 w - - 1 40
 Board (White to move):
 . . . . . . . k
@@ -24,11 +23,10 @@ Board (White to move):
 . . . . . . . .
 . . . . . . . .
 Moves so far: g8h8
-Legal moves: h4f3 h4f5 h4g2 h4g6 h6g5 h6g6 h6h5
-assistant
-<move>h4g6</move>
-
-user
+Legal moves: h4f3 h4f5 h4g2 h4g6 h6g5 h6g6 h6h5<|im_end|>
+<|im_start|>assistant
+<move>h4g6</move><|im_end|>
+<|im_start|>user
 FEN: 7b/8/8/8/3P4/7k/6p1/6K1 b - - 1 40
 Board (Black to move):
 . . . . . . . b
@@ -40,11 +38,10 @@ Board (Black to move):
 . . . . . . p .
 . . . . . . K .
 Moves so far: f1g1
-Legal moves: h3g3 h3g4 h3h4 h8d4 h8e5 h8f6 h8g7
-assistant
-<move>h8d4</move>
-
-user
+Legal moves: h3g3 h3g4 h3h4 h8d4 h8e5 h8f6 h8g7<|im_end|>
+<|im_start|>assistant
+<move>h8d4</move><|im_end|>
+<|im_start|>user
 {position}"""
 
 MALFORMED = "I could not read exactly one UCI move in your reply. Reply with exactly one, as in <move>e2e4</move>."

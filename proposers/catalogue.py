@@ -19,6 +19,7 @@ from harnesses.check import literal, problem, prompts, replace_span, tree_hash, 
 
 NOTICE = "proposer: catalogue, a fixed list of edits, some helpful and some harmful: it shows the loop, not discovery"
 EXAMPLES = Path(__file__).parent.parent / "harnesses" / "chess_puzzles_examples.py"
+TURN = "<|im_end|>\n<|im_start|>user\n"  # between worked examples
 TRIES = 100  # draws for each candidate before the catalogue counts as used up
 log = logging.getLogger(__name__)
 
@@ -167,19 +168,21 @@ def user_without(text: str, instead: str = "") -> Change:
 
 
 def turned(old: str) -> str:
-    """The position at the other end of the prompt."""
+    """The position at the other end of the prompt; worked examples must stay before it."""
     rest = old.replace("{position}", "").strip()
+    if TURN in old:
+        return old
     return f"{{position}}\n\n{rest}" if old.endswith("{position}") else f"{rest}\n\n{{position}}"
 
 
 def with_examples(old: str) -> str:
-    return prompts(EXAMPLES.read_text())["USER_PROMPT"] if old.count("FEN:") == 0 else old
+    return old if TURN in old else prompts(EXAMPLES.read_text())["USER_PROMPT"]
 
 
 def one_example(old: str) -> str:
     """Without the last worked example: all between the last two questions."""
-    *kept, last, question = old.split("\n\nuser\n") if "\n\nuser\n" in old else ("", "")
-    return "\n\nuser\n".join([*kept, question]) if len(kept) > 1 else old
+    *kept, last, question = old.split(TURN) if TURN in old else ("", "")
+    return TURN.join([*kept, question]) if kept else old
 
 
 PROMPT_EDITS = [
@@ -194,6 +197,20 @@ PROMPT_EDITS = [
     Edit("rules", "the rules may help", user_hears(
         "Pawns move forward and capture sideways. Knights jump. Bishops move on diagonals, rooks on lines, queens on "
         "both. A king in check must leave it. Checkmate ends the game. Castling moves the king two squares.")),
+    Edit("copy", "copying is what it can do", user_hears("Copy one move from the list of legal moves.")),
+    Edit("no prose", "prose is not a move", user_hears("Do not explain. Do not repeat the position.")),
+    Edit("one line", "short answers end early", user_hears("Answer in one line.")),
+    Edit("verify", "a check of its own may help", user_hears("Check that your move is in the list.")),
+    Edit("material", "winning material is common", user_hears("Look for a move that wins a piece.")),
+    Edit("king", "the king is the target", user_hears("Attack the king of the other side.")),
+    Edit("safety", "blunders lose", user_hears("Do not leave a piece where it can be taken.")),
+    Edit("side", "it may move for the wrong side", user_hears("Move only pieces of the side to move.")),
+    Edit("promotion", "promotions have a fifth letter", user_hears("A promotion ends in q, r, b or n, as in a7a8q.")),
+    Edit("only move", "puzzles have one solution", user_hears("Exactly one move is right.")),
+    Edit("urgent", "emphasis may help", user_hears("This is very important.")),
+    Edit("long form", "more talk, more chances", user_hears("Explain your plan in a paragraph, then give the move.")),
+    Edit("polite system", "a usual system prompt", system_says("You are a helpful assistant who plays chess.")),
+    Edit("tag in system", "the form in the first line", system_says("Reply: <move>one legal UCI move</move>")),
     Edit("no sample move", "the sample move may be copied", user_without(", as in <move>e2e4</move>")),
     Edit("no goal", "the goal is plain from the list", user_without("Find the best move. ")),
     Edit("turned round", "what stands last is freshest", prompt("USER_PROMPT", turned)),

@@ -65,8 +65,8 @@ def archive(*sources: str):
     return SimpleNamespace(entries=entries, best=entries[0])
 
 
-def test_there_are_at_least_24_edits_and_as_many_kinds_on_prompts_as_the_default_needs():
-    assert len(EDITS) >= 24 and len(PROMPT_EDITS) >= 12 and len(CODE_EDITS) >= 12
+def test_there_are_at_least_24_edits_and_as_many_on_the_prompts_as_on_the_code():
+    assert len(EDITS) >= 24 and len(PROMPT_EDITS) == len(CODE_EDITS)
     assert len({edit.name for edit in EDITS}) == len(EDITS)
 
 
@@ -75,7 +75,8 @@ def test_there_are_at_least_24_edits_and_as_many_kinds_on_prompts_as_the_default
 def test_every_edit_gives_a_harness_that_runs(name, edit):
     edited = edit(SOURCES[name])
     if edited is None:
-        assert f"{edit.name}: {name}" in {"worked examples: chess_puzzles_examples", "one example less: chess_puzzles"}
+        assert f"{edit.name}: {name}" in {"worked examples: chess_puzzles_examples", "one example less: chess_puzzles",
+                                          "turned round: chess_puzzles_examples"}  # fmt: skip
         return
     assert check.problem(edited) is None
     only_prompts = check.problem(edited, scope="prompts", h_0=SOURCES[name]) is None
