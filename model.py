@@ -19,12 +19,12 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 import lora as low_rank
 from data_types import Message, Turn
+from head import chosen_logprobs
 from sampler import Request, Sample, converse_plain
 from slots import MODEL_TYPES, SlotSampler, bytes_per_slot
 
@@ -36,7 +36,6 @@ transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 for name in ("past_key_values", "gradient_checkpointing_enable"):  # 5.17 knows no other names
     warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
-HEAD_BYTES = 256 * 2**20  # of the fp32 logits over the vocabulary that exist at one time
 
 
 class TemplateError(ValueError):
@@ -246,12 +245,12 @@ class Policy:
 
     def logprobs(self, rows: Sequence[Row]) -> torch.Tensor:
         """log p_theta(tau_t | x, h, tau_<t) at the masked positions of these rows, one after another: (N,) fp32 with
-        gradient. Logits exist only at those positions, in chunks that the backward pass makes again.
+        gradient. Logits exist only at those positions.
 
         Rows are padded on the right and every layer is causal, so no token sees the padding: without a mask attention
         may take its fast kernel. Indices are made in main memory, so that the GPU is not waited for."""
         self.model.train()
-        device, V = self.model.device, self.model.get_output_embeddings().weight.shape[0]
+        device = self.model.device
         ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (B, T)
         mask = pad_sequence([torch.tensor(row.mask) for row in rows], batch_first=True)  # (B, T)
         b, t = mask[:, 1:].nonzero(as_tuple=True)  # (N,), (N,): ids[b, t + 1] was sampled
@@ -259,13 +258,9 @@ class Policy:
         with self.accelerator.autocast():
             hidden = self.model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state  # (B, T, D)
             hidden = hidden.flatten(0, 1).index_select(0, places)  # (N, D)
-            n = max(1, HEAD_BYTES // (4 * V))
-            chunks = zip(hidden.split(n), targets.split(n), strict=True)
-            return torch.cat([checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks])
-
-    def _head(self, hidden, targets):
-        logits = self.model.get_output_embeddings()(hidden).float()  # (n, V): the softmax is taken in fp32
-        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
+        head = self.model.get_output_embeddings().weight  # (V, D)
+        precision = torch.bfloat16 if device.type == "cuda" else head.dtype  # what autocast would multiply in
+        return chosen_logprobs(hidden.to(precision), head, targets)
 
     def checkpoint_activations(self) -> None:
         """From now on the backward pass makes each layer's activations again instead of keeping them."""
@@ -317,15 +312,16 @@ def to_bf16(model) -> None:
 
 @torch.no_grad()
 def check_head(model) -> None:
-    """`Policy.logprobs` applies the output layer by hand. Raises ValueError if the model does more than that to its
-    logits, as a soft cap or a scale would."""
+    """`Policy.logprobs` multiplies by the output layer's weight itself. Raises ValueError if the model's logits are
+    anything else, as with a bias, a soft cap or a scale."""
     ids = torch.tensor([[0, 1]], device=model.device)
     expected = model(input_ids=ids, use_cache=False).logits
-    by_hand = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    by_hand = hidden @ model.get_output_embeddings().weight.T
     if (expected - by_hand).abs().max() > 1e-5 * by_hand.abs().max():
         raise ValueError(
-            f"--model: expected logits that are the output layer alone, found that {model.config.model_type} "
-            "changes them after it (as final_logit_softcapping or a scale does)"
+            f"--model: expected logits that are hidden states times the output weight, found that "
+            f"{model.config.model_type} changes them (a bias, a scale, final_logit_softcapping)"
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from test_rsft import GradientKeeper, accepted
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+import head
 import model
 from model import Policy, Row
 from rsft import ascend
@@ -34,20 +35,17 @@ def gradient_of(policy, value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3.5"])
 def test_value_and_gradient_are_those_of_the_full_computation(tiny, monkeypatch, architecture):
     policy = Policy.load(str(tiny(architecture)))
-    monkeypatch.setattr(model, "HEAD_BYTES", 2 * 4 * policy.model.config.vocab_size)  # chunks of two positions
+    monkeypatch.setattr(head, "HEAD_BYTES", 2 * 4 * policy.model.config.vocab_size)  # chunks of two positions
     expected, found = torch.cat([full(policy, row) for row in ROWS]), policy.logprobs(ROWS)
     assert (found - expected).abs().max() < 1e-5
     expected, found = gradient_of(policy, expected), gradient_of(policy, found)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_logits_exist_for_few_positions_at_a_time_whatever_the_vocabulary(tiny, monkeypatch):
-    policy, seen, head = Policy.load(str(tiny())), [], Policy._head
-    monkeypatch.setattr(Policy, "_head", lambda self, hidden, targets: seen.append(len(targets)) or
-                        head(self, hidden, targets))  # fmt: skip
-    monkeypatch.setattr(model, "HEAD_BYTES", 3 * 4 * policy.model.config.vocab_size)
-    policy.logprobs(ROWS)
-    assert seen == [3, 3, 1]  # of the 7 sampled positions; the 7 others have no logits
+def test_the_chunk_is_bounded_in_bytes_whatever_the_vocabulary():
+    assert head.positions_at_once(248_320) == 270
+    assert head.positions_at_once(49_152) == 1365
+    assert head.positions_at_once(10**9) == 1
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny, tmp_path):
