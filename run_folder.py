@@ -140,12 +140,10 @@ def phase_folder(phase: str) -> str:
 def versions() -> dict[str, str]:
     import transformers
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
-        "commit": commit or "not a git checkout",
+        "commit": git.stdout.strip() if git.returncode == 0 else "not a git checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
