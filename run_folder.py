@@ -140,7 +140,8 @@ def phase_folder(phase: str) -> str:
 def versions() -> dict[str, str]:
     import transformers
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    command = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["false"]
+    git = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "commit": git.stdout.strip() if git.returncode == 0 else "not a git checkout",
