@@ -1,6 +1,7 @@
 """Every setting of a run: the paper's Table 1, the presets, and how the command line changes them."""
 
 import argparse
+import math
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import get_type_hints
@@ -116,6 +117,8 @@ def validate(cfg: Config) -> None:
                    "max_rating", "I", "I_total", "marks", "adaptive", "lora"}  # fmt: skip
     for f in fields(cfg):
         value = getattr(cfg, f.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--set {f.name}: expected a finite number, found {value}")
         if isinstance(value, int | float | Fraction) and not (value > 0 or value == 0 and f.name in may_be_zero):
             raise ValueError(f"--set {f.name}: expected a number above 0, found {value}")
     if cfg.sampler not in ("slots", "plain"):
@@ -127,4 +130,7 @@ def validate(cfg: Config) -> None:
 def config_of(stored: dict) -> Config:
     """The config of a run folder, back from its JSON."""
     types = get_type_hints(Config)
+    if stored.keys() != types.keys():
+        differs = ", ".join(sorted(stored.keys() ^ types.keys()))
+        raise ValueError(f"--resume: expected a run of this version, found one whose settings differ in {differs}")
     return Config(**{key: types[key](value) if types[key] is Fraction else value for key, value in stored.items()})

@@ -111,16 +111,17 @@ class Archive:
     def _write(self, entry: Entry, e_h: Artifact | None) -> None:
         folder = self.folder / entry.id
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "harness.py").write_text(entry.source, encoding="utf-8", errors="surrogateescape")
+        (folder / "harness.py").write_text(entry.source, encoding="utf-8", errors="backslashreplace")
         parent = next((e.source for e in self.entries if e.id == entry.parent), None)
         if parent is not None:
-            (folder / "diff.patch").write_text(diff(parent, entry.source, entry.parent, entry.id))
+            change = diff(parent, entry.source, entry.parent, entry.id)
+            (folder / "diff.patch").write_text(change, encoding="utf-8", errors="backslashreplace")
         if e_h is not None:
-            lines = [json.dumps(asdict(tau), ensure_ascii=False) for tau in e_h.trajectories]
+            lines = [json.dumps(asdict(tau)) for tau in e_h.trajectories]
             (folder / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         about = {key: value for key, value in asdict(entry).items() if key != "source"}
         about["outcomes"] = e_h.outcomes if e_h else None
-        (folder / "entry.json").write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / "entry.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def paired(e_h: Artifact, incumbent: Artifact) -> tuple[int, int]:

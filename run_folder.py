@@ -57,9 +57,9 @@ class Run:
         """Go on from the last finished phase; what an unfinished phase left is dropped."""
         if not (folder / "config.json").exists():
             raise ValueError(f"--resume: expected a run folder, found no config.json in {folder}")
-        config = json.loads((folder / "config.json").read_text())["config"]
+        config = read_json(folder / "config.json")["config"]
         if (folder / "state.json").exists():
-            stored = json.loads((folder / "state.json").read_text())
+            stored = read_json(folder / "state.json")
             sizes, state = stored.pop("sizes"), State(**stored)
         else:
             sizes, state = dict.fromkeys(JSON_LINES, 0), State(h=(folder / "h_0.py").read_text())
@@ -78,7 +78,7 @@ class Run:
 
     def keep(self, where: dict, trajectories: Iterable[Trajectory]) -> None:
         """One JSON line for every rollout, with what it was for."""
-        lines = [json.dumps({**where, **asdict(tau)}, ensure_ascii=False) for tau in trajectories]
+        lines = [json.dumps({**where, **asdict(tau)}) for tau in trajectories]
         self._append("rollouts.jsonl", lines)
 
     def finish_phase(self, phase: str, policy, optimizer) -> None:
@@ -119,16 +119,23 @@ class Run:
         return self.folder / "archive" / phase_folder(phase)
 
     def _append(self, name: str, lines: list[str]) -> None:
-        with open(self.folder / name, "a", encoding="utf-8", errors="surrogatepass") as file:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write("".join(line + "\n" for line in lines))
 
     def _replace(self, name: str, text: str) -> None:
         half = self.folder / f"{name}.half"
-        with open(half, "w", encoding="utf-8", errors="surrogatepass") as file:
+        with open(half, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(half, self.folder / name)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--resume: expected JSON in {path}, found it damaged: {error}") from error
 
 
 def phase_folder(phase: str) -> str:
