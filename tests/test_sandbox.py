@@ -5,8 +5,8 @@ import resource
 import socket
 import subprocess
 import sys
-from pathlib import Path
 import time
+from pathlib import Path
 
 import pytest
 
