@@ -88,7 +88,7 @@ class Archive:
         if e_h is not None and failure is None:
             crashed = [tau.error for tau in e_h.trajectories if tau.stop == "harness_error"]
             if len(crashed) == len(e_h.trajectories):
-                failure = f"every episode failed: {crashed[0].strip().splitlines()[-1]}"
+                failure = f"every episode failed: {(crashed[0].strip().splitlines() or ['no reason given'])[-1]}"
         entry = Entry(
             id=f"{len(self.entries):03d}",
             source=candidate.source,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -103,7 +104,7 @@ class Policy:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"--model: expected smollm2-135m, a Hub id or a folder with a causal model, found {name!r}: {reason}"
@@ -157,7 +158,7 @@ class Policy:
         sampled then, and the ids of the text after it. Sampled ids are never decoded and encoded again. Where the
         template or the harness changed the history, all of it is encoded afresh. Raises TemplateError.
         """
-        text = self._render([as_template_message(m, turns) for m in messages], tools)
+        text = self._render([as_template_message(m, turns) for m in messages], without_markers(tools))
         for i in sorted({m.turn for m in messages if m.turn is not None}, reverse=True):
             before, found, after = text.partition(marker(i, turns[i].text))
             if found and before == turns[i].context_text:
@@ -224,7 +225,10 @@ class Policy:
         return self.slot_sampler
 
     def _stopped(self, request: Request, ids: Sequence[int]) -> bool:
-        return bool(request.stop) and any(text in self.decode(ids) for text in request.stop)
+        if not request.stop:
+            return False
+        reply = self.decode(ids)
+        return any(text in reply for text in request.stop)
 
     def cut(self, request: Request, sample: Sample) -> Sample:
         """The sample up to the token that completes one of the request's stop texts."""
@@ -362,9 +366,18 @@ def unmark(text: str, turns: Sequence[Turn]) -> str:
     return re.sub("\ue000(\\d+)(r?)\ue001", words, text)
 
 
+def without_markers(value):
+    """The same text or JSON with no character that could pass for a marker."""
+    if isinstance(value, str):
+        return re.sub("[\ue000\ue001]", "\ufffd", value)
+    if isinstance(value, dict):
+        return {without_markers(key): without_markers(item) for key, item in value.items()}
+    return [without_markers(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def as_template_message(message: Message, turns: Sequence[Turn]) -> dict:
     if message.turn is None:
-        return {"role": message.role, "content": re.sub("[\ue000\ue001]", "\ufffd", message.content)}
+        return {"role": message.role, "content": without_markers(message.content)}
     mark = marker(message.turn, turns[message.turn].text)
     return {"role": "assistant", "content": f"<think>\n{mark}" if "</think>" in mark else mark}
 

@@ -60,7 +60,7 @@ def weight_step(
         "r_bar": r_bar,
         "optimizer_steps": sum(step.stepped for step in steps),
         "refused_steps": sum(not step.stepped for step in steps),
-        "objective": steps[0].objective if steps else None,
+        "objective": steps[0].objective if steps and steps[0].stepped else None,
         "gradient_norm": steps[0].gradient_norm if steps and steps[0].stepped else None,
         "trained_tokens": sum(step.tokens for step in steps),
         "sampled_tokens": sum(tau.sampled_tokens for tau in trajectories),
@@ -74,7 +74,9 @@ def weight_step(
     }
     run.log("weight_step", **figures)
     run.keep({"phase": f"{k}.weight", "s": run.state.s}, trajectories)
-    objective = f"J {figures['objective']:.3f}" if steps else "nothing accepted, no step"
+    objective = "nothing accepted, no step"
+    if steps:
+        objective = f"J {steps[0].objective:.3f}" + ("" if steps[0].stepped else ", refused: gradient not finite")
     rate = f" at {figures['row_tokens_per_second']:,.0f} row tokens/s" if steps else ""
     trained = f"trained in {training:.1f} s{rate}"
     print(

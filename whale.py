@@ -301,7 +301,7 @@ def prepare(args: argparse.Namespace):
     run = Run.resume(args.resume) if args.resume else None
     cfg = config_of(run.config) if run else build_config(args)
     domain = importlib.import_module(DOMAINS[cfg.domain])
-    h_0 = initial_harness(cfg, domain)
+    h_0 = run.folder / "h_0.py" if run else initial_harness(cfg, domain)
     data = load_data(cfg, domain)
     if len(data.weight) < cfg.n_weight:
         print(f"N = {len(data.weight)} puzzles to train on, fewer than n_weight = {cfg.n_weight}", flush=True)
@@ -322,6 +322,8 @@ def main(argv=None) -> int:
     except (ValueError, OSError) as error:
         print(f"whale.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     if ready is None:
         return 0
     cfg, run, *rest = ready
