@@ -46,8 +46,8 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path, config: dict, h_0: str) -> "Run":
-        if (folder / "config.json").exists():
-            raise ValueError(f"--out: expected a new or empty folder, found a run in {folder}; add --resume {folder}")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"--out: expected a new or empty folder, found {folder}; is it a run to --resume?")
         folder.mkdir(parents=True, exist_ok=True)
         run = cls(folder, State(h=h_0), config)
         run._replace(
@@ -69,7 +69,10 @@ class Run:
             sizes, state = dict.fromkeys(JSON_LINES, 0), State(h=(folder / "h_0.py").read_text())
         run = cls(folder, state, config)
         for name, size in sizes.items():
-            if (folder / name).exists():
+            found = (folder / name).stat().st_size if (folder / name).exists() else 0
+            if found < size:
+                raise ValueError(f"--resume: expected at least {size} bytes in {folder / name}, found {found}")
+            if found:
                 os.truncate(folder / name, size)
         for left in (folder / "archive").glob("*"):
             if left.name not in {phase_folder(phase) for phase in run.state.finished}:
