@@ -10,6 +10,7 @@ fault of the server is ours and raises RuntimeError.
 
 import contextlib
 import json
+import os
 import resource
 import selectors
 import signal
