@@ -50,7 +50,7 @@ def build(shape: str):
 def workload(vocabulary: int, prompts: int, samples: int, prompt: int, longest: int):
     """-> contexts, wanted lengths; one reply has the longest length."""
     rng = random.Random(0)
-    contexts = [tuple(rng.randrange(vocabulary) for _ in range(prompt)) for _ in range(prompts) for _ in [0]]
+    contexts = [tuple(rng.randrange(vocabulary) for _ in range(prompt)) for _ in range(prompts)]
     n = prompts * samples
     wanted = [max(4, min(longest, int(longest / 5 * rng.lognormvariate(0, 1)))) for _ in range(n - 1)] + [longest]
     return [contexts[i // samples] for i in range(n)], wanted
