@@ -2,9 +2,10 @@
 
 Every reply being sampled owns a *slot*: a row of preallocated buffers that holds the keys and values of its context
 (or the state of a linear-attention layer). A distinct prompt is prefilled once and its slot copied to all its samples;
-what all prompts start with is prefilled once for all. A decode step feeds every slot its newest token and draws the
-next one, in place, on views [:b] x [:s] of the buffers (b slots, s positions, from short lists of sizes), so that on a
-GPU it is a handful of CUDA graphs. They read the weights where they are: a training step needs no new capture.
+what half of a prompt or more has in common with another is prefilled once for both. A decode step feeds every slot its
+newest token and draws the next one, in place, on views [:b] x [:s] of the buffers (b slots, s positions, from short
+lists of sizes), so that on a GPU it is a handful of CUDA graphs. They read the weights where they are: a training step
+needs no new capture.
 
 While the GPU runs a chunk of steps, `answer` is asked about the replies that ended in the chunk before: harnesses and
 environments work beside the sampling. A next turn whose context extends what its slot holds feeds only the new tokens.
@@ -47,22 +48,16 @@ AttentionMaskInterface.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 class SlotLayer(StaticLayer):
     """Keys and values of one attention layer for some slots; `update` writes each token at its own position."""
 
-    def __init__(self, keys, values, rows, position):
+    def __init__(self, keys, values, rows, position, every_row=False):
+        """keys, values (slots, H, S, D); rows (B,); position (B, T); every_row: rows are all slots, in order."""
         super().__init__(max_cache_len=1)  # unused; a number that varied would make the compiler start again
-        self.keys, self.values, self.rows, self.position = (
-            keys,
-            values,
-            rows,
-            position,
-        )  # (slots, H, S, D); (B,); (B, T)
+        self.keys, self.values, self.rows, self.position, self.every_row = keys, values, rows, position, every_row
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.keys[self.rows[:, None], :, self.position] = key_states.transpose(1, 2)
         self.values[self.rows[:, None], :, self.position] = value_states.transpose(1, 2)
-        if self.keys.shape[0] == self.rows.shape[0]:  # decode: a view of the first b slots, all of them
-            return self.keys, self.values
-        return self.keys[self.rows], self.values[self.rows]
+        return (self.keys, self.values) if self.every_row else (self.keys[self.rows], self.values[self.rows])
 
 
 def linear_layer(conv, recurrent):
@@ -137,6 +132,22 @@ def layers_of(cache: Cache):
             else (False, layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.layers]  # fmt: skip
 
 
+def shared_prefixes(contexts, held):
+    """-> (context, leader, tokens that it takes over from its leader) of each context, leaders with 0. Sorted, contexts
+    with a long common start are neighbours; the first of them leads, and so does each one that a slot holds already."""
+    leader = ()
+    for context in sorted(contexts):
+        shared = len(commonprefix([leader, context[:-1]]))
+        if context in held:
+            yield context, context, len(context) - 1
+        elif 2 * shared >= len(context):
+            yield context, leader, shared
+            continue
+        else:
+            yield context, context, 0
+        leader = context
+
+
 @dataclass
 class Tenant:
     """What a slot is used for."""
@@ -164,9 +175,9 @@ class SlotSampler:
         self.b_sizes = sorted({slots, *(2**i for i in range(3, 20) if 2**i < slots)}) if self.use_graphs else exact
         self.s_sizes = sizes_of_positions(positions)
         self.compiled = torch.compile(run_layer) if compile_layers else None
-        # one more slot holds the shared prefix, one more position takes what padding writes
-        self.buffers = [(a, *(x.new_zeros(slots + 1, *(x.shape[1:2] if a else ()), positions + 1, x.shape[-1]) if a
-                              else x.new_zeros(slots + 1, *x.shape[1:]) for x in pair))
+        # one more position takes what padding writes
+        self.buffers = [(a, *(x.new_zeros(slots, *(x.shape[1:2] if a else ()), positions + 1, x.shape[-1]) if a
+                              else x.new_zeros(slots, *x.shape[1:]) for x in pair))
                         for a, *pair in layers_of(probe(model))]  # fmt: skip
         zeros = lambda dtype, *shape: torch.zeros(slots, *shape, dtype=dtype, device=self.device)  # noqa: E731
         # by slot: position of the newest token, that token (not fed yet), seed, end of the budget, whether it goes on
@@ -204,7 +215,7 @@ class SlotSampler:
         """Launch decode steps on the first b slots and s positions."""
         if (b, s) not in self.steps:
             views, rows = [t[:b] for t in self.state], self.rows[:b]
-            cache = Cache(layers=[SlotLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None]) if attention
+            cache = Cache(layers=[SlotLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None], True) if attention
                                   else linear_layer(x[:b], y[:b]) for attention, x, y in self.buffers])  # fmt: skip
             step = self.steps[b, s] = lambda: self._step(cache, rows, *views)
             if self.use_graphs:
@@ -305,29 +316,25 @@ class SlotSampler:
     # The queue ------------------------------------------------------------------------------------------------------
 
     def _admit(self, queue: deque) -> None:
-        """Give free slots to waiting requests; a distinct context is prefilled once."""
+        """Give free slots to waiting requests; a distinct context is prefilled once, from where it leaves another."""
         free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
-        by_context: dict[tuple, list[int]] = {}
+        held = {tenant.request.context: slot for slot, tenant in enumerate(self.tenants) if tenant}
+        new: dict[tuple, list[int]] = {}
         for slot in free[: len(queue)]:
             key, request = queue.popleft()
             self.tenants[slot] = Tenant(key, request, len(request.context) + 1)
-            by_context.setdefault(request.context, []).append(slot)
-        shared = self._share_prefix(by_context) if by_context and not self.hybrid else 0
-        self._prefill([(shared, slots) for slots in by_context.values()])
-
-    def _share_prefix(self, by_context) -> int:
-        """Prefill what all contexts start with into the spare slot (once a call) and copy it -> its length."""
-        if self.prefix is None:
-            prefix = commonprefix([context[:-1] for context in by_context])
-            self.prefix = tuple(prefix) if len(by_context) > 1 else ()
-            if self.prefix:
-                self._feed([self.slots], [0], [self.prefix])
-        if not self.prefix or any(context[: len(self.prefix)] != self.prefix or len(context) == len(self.prefix)
-                                  for context in by_context):  # fmt: skip
-            return 0
-        firsts = [slots[0] for slots in by_context.values()]
-        self._copy([self.slots] * len(firsts), firsts, len(self.prefix))
-        return len(self.prefix)
+            new.setdefault(request.context, []).append(slot)
+        first = {context: slots[0] for context, slots in new.items()} | held
+        leaders, followers = [], []
+        for context, leader, shared in shared_prefixes(first, held):
+            if context in new and shared and not self.hybrid:
+                followers.append((shared, new[context], first[leader]))
+            elif context in new:
+                leaders.append((0, new[context]))
+        self._prefill(leaders)
+        for shared, slots, leader in followers:
+            self._copy([leader], slots[:1], shared)
+        self._prefill([(shared, slots) for shared, slots, _ in followers])
 
     def _compact(self) -> int:
         """Move tenants to the front -> the number of slots that a decode step must cover."""
@@ -394,7 +401,7 @@ class SlotSampler:
         """Sample a reply to each (key, request). `answer([(key, sample), ...])` is called as replies end and returns
         the (key, request) pairs to sample next; it runs while the GPU works on the other replies."""
         queue, found = deque(requests), []
-        self.tenants, self.prefix = [None] * self.slots, None
+        self.tenants = [None] * self.slots
         self._free(range(self.slots))
         with self._grouped():
             while queue or found or any(self.tenants):

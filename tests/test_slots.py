@@ -8,7 +8,7 @@ import torch
 
 from model import Policy
 from sampler import Request, converse_plain, draw, perturbed
-from slots import SlotSampler, sizes_of_positions
+from slots import SlotSampler, shared_prefixes, sizes_of_positions
 
 EOS = {2, 5, 6}
 CLOSE = 1e-4  # two best perturbed scores closer than this may swap: counted, not hidden
@@ -145,3 +145,9 @@ def test_sizes_of_positions_are_never_a_number_of_slots():
     sizes = sizes_of_positions(20_480)
     assert sizes == sorted(sizes) and sizes[-1] == 20_480 and len(sizes) < 60
     assert all(size & (size - 1) for size in sizes[1:-1])
+
+
+def test_a_prompt_takes_over_what_half_of_it_or_more_shares_with_another():
+    a, b, c, d = (1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 9, 9, 9), (7, 7, 7)
+    assert list(shared_prefixes([d, c, b, a], held={})) == [(a, a, 0), (b, a, 3), (c, c, 0), (d, d, 0)]
+    assert list(shared_prefixes([a, b, c], held={b: 5})) == [(a, a, 0), (b, b, 4), (c, c, 0)]
