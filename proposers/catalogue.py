@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 
 from data_types import Candidate
 from harnesses.check import literal, problem, prompts, replace_span, tree_hash, with_prompts
@@ -207,6 +207,9 @@ PROMPT_EDITS = [
     Edit("side", "it may move for the wrong side", user_hears("Move only pieces of the side to move.")),
     Edit("promotion", "promotions have a fifth letter", user_hears("A promotion ends in q, r, b or n, as in a7a8q.")),
     Edit("only move", "puzzles have one solution", user_hears("Exactly one move is right.")),
+    Edit("no escape", "says what mate is", user_hears("In checkmate the attacked king has no legal move.")),
+    Edit("squares", "says what squares are", user_hears("Files are a to h and ranks are 1 to 8.")),
+    Edit("list first", "the answer is in the list", user_hears("Read the list of legal moves before you choose.")),
     Edit("urgent", "emphasis may help", user_hears("This is very important.")),
     Edit("long form", "more talk, more chances", user_hears("Explain your plan in a paragraph, then give the move.")),
     Edit("polite system", "a usual system prompt", system_says("You are a helpful assistant who plays chess.")),
@@ -226,9 +229,23 @@ MARKS = dedent("""
 
 
 def listed(body: str, *helpers: str) -> Change:
-    """Another way to show the legal moves."""
-    new = "def show_legal(legal):\n" + "".join(f"    {line}\n" for line in dedent(body).strip().splitlines())
-    return steps(function("show_legal", new.rstrip()), *map(define, helpers))
+    """Another way to show the legal moves; which of them are shown, and in what order, stays."""
+
+    def change(source: str) -> str:
+        old = ast.get_source_segment(source, _function(source, "show_legal")).splitlines()
+        kept = [line for line in old if line.startswith("    legal = ")]
+        return replace_function(source, "show_legal", "\n".join(["def show_legal(legal):", *kept, *new]))
+
+    new = indent(dedent(body).strip(), "    ").splitlines()
+    return steps(change, *map(define, helpers))
+
+
+def picked(moves: str) -> Change:
+    """Which legal moves are shown, and in what order, however they are shown."""
+    return first("show_legal", f"legal = {moves}")
+
+
+FORCING_FIRST = 'sorted(legal, key=lambda m: ("#" not in m.san, "+" not in m.san, "x" not in m.san))'
 
 
 def without_line(start: str) -> Change:
@@ -266,13 +283,15 @@ CODE_EDITS = [
             groups.setdefault(move.uci[:2], []).append(move.uci + marks(move.san))
         return "\\n".join(["", *(f"{square}: {', '.join(moves)}" for square, moves in groups.items())])
         """, MARKS), marks=True),
-    Edit("forcing moves first", "the solution is mostly forcing", listed("""
-        order = sorted(legal, key=lambda move: ("#" not in move.san, "+" not in move.san, "x" not in move.san))
-        return " ".join(move.uci for move in order)
-        """), marks=True),
-    Edit("only forcing moves", "a shorter list is easier to choose from", listed("""
-        forcing = [m for m in legal if "#" in m.san] or [m for m in legal if "+" in m.san] or legal
-        return " ".join(move.uci for move in forcing)
+    Edit("forcing moves first", "the solution is mostly forcing", picked(FORCING_FIRST), marks=True),
+    Edit("only forcing moves", "a shorter list is easier to choose from", picked(
+        '[m for m in legal if "#" in m.san] or [m for m in legal if "+" in m.san] or legal'), marks=True),
+    Edit("checks and captures", "quiet moves seldom solve puzzles", picked(
+        '[m for m in legal if set(m.san) & set("+#x")] or legal'), marks=True),
+    Edit("shortlist", "five moves are enough to choose from", picked(f"{FORCING_FIRST}[:5]"), marks=True),
+    Edit("mates apart", "a mate is never missed on a line of its own", listed("""
+        mates = " ".join(move.uci for move in legal if "#" in move.san)
+        return f"{' '.join(move.uci for move in legal)}\\nOf these, checkmate: {mates or 'none'}"
         """), marks=True),
     Edit("SAN too", "models have read games in SAN", listed("""
         return " ".join(f"{move.uci}={move.san}" for move in legal)
@@ -283,12 +302,8 @@ CODE_EDITS = [
     Edit("bracketed list", "each move in the form of the answer", listed("""
         return " ".join(f"<move>{move.uci}</move>" for move in legal)
         """)),
-    Edit("reversed list", "the last moves are read best", listed("""
-        return " ".join(move.uci for move in reversed(legal))
-        """)),
-    Edit("half the list", "a shorter list", listed("""
-        return " ".join(move.uci for move in legal[: len(legal) // 2 + 1])
-        """)),
+    Edit("reversed list", "the last moves are read best", picked("legal[::-1]")),
+    Edit("half the list", "a shorter list", picked("legal[: len(legal) // 2 + 1]")),
     Edit("no list", "the board says it all", listed("""
         return "not shown"
         """)),
@@ -317,9 +332,9 @@ CODE_EDITS = [
     Edit("short feedback", "less to read", steps(
         constant("MALFORMED", "One legal move, please."), constant("ILLEGAL", "{move} is illegal. Another, please."))),
     Edit("at most 24 tokens a turn", "cuts chatter off", swap(
-        "yield Ask(messages)", "yield Ask(messages, max_tokens=24)")),
+        "yield Ask(messages", "yield Ask(messages, max_tokens=24")),
     Edit("stop at the tag", "nothing after the move matters", swap(
-        "yield Ask(messages)", 'yield Ask(messages, stop=("</move>",))')),
+        "yield Ask(messages", 'yield Ask(messages, stop=("</move>",)')),
     Edit("short next position", "the board is known", function("after_accepted", dedent("""
         def after_accepted(result):
             return f"Correct. The opponent replies {result.reply}. Legal moves: {show_legal(result.legal)}"

@@ -97,10 +97,16 @@ def test_pairs_of_edits_compose():
             play(edited)
 
 
-def shown(name: str) -> str:
-    edit = next(edit for edit in EDITS if edit.name == name)
+def edited(*names: str) -> str:
+    source = SOURCES["chess_puzzles"]
+    for name in names:
+        source = next(edit for edit in EDITS if edit.name == name)(source)
+    return source
+
+
+def shown(*names: str) -> str:
     namespace = {}
-    exec(compile(edit(SOURCES["chess_puzzles"]), "harness", "exec"), namespace)
+    exec(compile(edited(*names), "harness", "exec"), namespace)
     return namespace["show_legal"](record([
         {"uci": "d2d8", "san": "Rd8#"}, {"uci": "d2d3", "san": "Rd3"}, {"uci": "e1e8", "san": "Rxe8+"}]))  # fmt: skip
 
@@ -111,6 +117,16 @@ def test_lists_by_hand():
     assert shown("only forcing moves") == "d2d8"
     assert shown("grouped") == "\nd2: d2d8 d2d3\ne1: e1e8"
     assert shown("half the list") == "d2d8 d2d3"
+    assert shown("checks and captures") == "d2d8 e1e8"
+    assert shown("mates apart") == "d2d8 d2d3 e1e8\nOf these, checkmate: d2d8"
+    assert shown("forcing moves first", "marked") == "d2d8 (mate), e1e8 (check) (capture), d2d3"
+    assert shown("marked", "forcing moves first") == "d2d8 (mate), e1e8 (check) (capture), d2d3"
+
+
+def test_limits_of_a_turn_compose():
+    both = edited("at most 24 tokens a turn", "stop at the tag")
+    assert 'Ask(messages, stop=("</move>",), max_tokens=24)' in both
+    assert next(edit for edit in EDITS if edit.name == "stop at the tag")(both) is None
 
 
 def test_readers_by_hand():
