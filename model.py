@@ -13,6 +13,7 @@ import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -158,9 +159,9 @@ class Policy:
         sampled then, and the ids of the text after it. Sampled ids are never decoded and encoded again. Where the
         template or the harness changed the history, all of it is encoded afresh. Raises TemplateError.
         """
-        text = self._render([as_template_message(m, turns) for m in messages], without_markers(tools))
+        text = self._render([self._as_template_message(m, turns) for m in messages], without_markers(tools))
         for i in sorted({m.turn for m in messages if m.turn is not None}, reverse=True):
-            before, found, after = text.partition(marker(i, turns[i].text))
+            before, found, after = text.partition(self._marker(i, turns))
             if found and before == turns[i].context_text:
                 if (
                     turns[i].sampled_ids[-1] in self.eos_ids
@@ -168,6 +169,26 @@ class Policy:
                     after = after.removeprefix(self.tokenizer.decode([turns[i].sampled_ids[-1]]))
                 return turns[i].context_ids + turns[i].sampled_ids + self._tokens(unmark(after, turns)), text
         return self._tokens(unmark(text, turns)), text
+
+    def _as_template_message(self, message: Message, turns: Sequence[Turn]) -> dict:
+        if message.turn is None:
+            return {"role": message.role, "content": without_markers(message.content)}
+        mark = self._marker(message.turn, turns)
+        return {"role": "assistant", "content": f"<think>\n{mark}" if "</think>" in mark else mark}
+
+    def _marker(self, i: int, turns: Sequence[Turn]) -> str:
+        """What stands for the reply of turn i in a rendered text: one marker, or where the template handles `<think>`
+        itself one for the reasoning and one for the answer, so that it shows whether the turn was kept as it was seen.
+        """
+        shaped = "</think>" in turns[i].text and not self.template_keeps_reasoning
+        return f"{marker(i, 'r')}\n</think>\n\n{marker(i, 'a')}" if shaped else marker(i)
+
+    @cached_property
+    def template_keeps_reasoning(self) -> bool:
+        """Whether the reasoning of an earlier reply stays in the context word for word."""
+        reply = "<think>\nreasoning\n</think>\n\nanswer"
+        dialogue = (("user", "question"), ("assistant", reply), ("user", "question"))
+        return reply in self._render([{"role": role, "content": content} for role, content in dialogue], None)
 
     def _render(self, messages: list[dict], tools) -> str:
         try:
@@ -348,22 +369,20 @@ def end_tokens(model, tokenizer) -> set[int]:
 
 
 # Markers are private-use characters, which no template touches; a harness that writes one gets it replaced.
-def marker(turn: int, text: str) -> str:
-    """What stands for a reply in a rendered text. A reply with reasoning keeps its shape, so that the template's own
-    handling of `<think>` shows whether the turn was kept as it was seen."""
-    return f"\ue000{turn}r\ue001\n</think>\n\n\ue000{turn}\ue001" if "</think>" in text else f"\ue000{turn}\ue001"
+def marker(turn: int, part: str = "") -> str:
+    """part: "r" the reasoning of the reply, "a" its answer, "" all of it."""
+    return f"\ue000{turn}{part}\ue001"
 
 
 def unmark(text: str, turns: Sequence[Turn]) -> str:
     """The rendered text with every marker replaced by the reply's own words."""
 
     def words(match):
-        reasoning, found, answer = turns[int(match[1])].text.partition("</think>")
-        if not found:
-            return reasoning
-        return reasoning.removeprefix("<think>").strip("\n") if match[2] else answer.lstrip("\n")
+        reply = turns[int(match[1])].text
+        reasoning, _, answer = reply.partition("</think>")
+        return {"r": reasoning.removeprefix("<think>").strip("\n"), "a": answer.lstrip("\n"), "": reply}[match[2]]
 
-    return re.sub("\ue000(\\d+)(r?)\ue001", words, text)
+    return re.sub("\ue000(\\d+)([ra]?)\ue001", words, text)
 
 
 def without_markers(value):
@@ -373,13 +392,6 @@ def without_markers(value):
     if isinstance(value, dict):
         return {without_markers(key): without_markers(item) for key, item in value.items()}
     return [without_markers(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def as_template_message(message: Message, turns: Sequence[Turn]) -> dict:
-    if message.turn is None:
-        return {"role": message.role, "content": without_markers(message.content)}
-    mark = marker(message.turn, turns[message.turn].text)
-    return {"role": "assistant", "content": f"<think>\n{mark}" if "</think>" in mark else mark}
 
 
 def smollm2_135m() -> Path:

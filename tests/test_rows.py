@@ -79,6 +79,7 @@ def test_the_template_text_between_turns_is_whole_and_not_trained(tiny):
 
 @pytest.mark.parametrize("template,thinking,reply", [
     ("smollm2", None, " padded reply \n"),
+    ("smollm2", None, "<think>\nmy plan\n</think>\n\ncall"),  # a template that keeps reasoning as it keeps any text
     ("qwen3.5-2b", None, " padded reply \n"),
     ("qwen3.5-4b", True, "my plan\n</think>\n\ncall"),
 ])  # fmt: skip
@@ -92,7 +93,7 @@ def test_one_row_where_the_environment_answers_as_a_tool(tiny, template, thinkin
     assert len(rows) == 1
     assert sum(rows[0].mask) == sum(len(t.sampled_ids) for t in turns)
     text = p.tokenizer.decode(rows[0].ids)
-    assert text.count("<think>") == text.count("</think>") == (0 if template == "smollm2" else 3)
+    assert text.count("<think>") == text.count("</think>") == (3 if "think" in reply or template != "smollm2" else 0)
 
 
 def test_a_user_message_drops_earlier_reasoning_so_a_new_row_begins(tiny):
