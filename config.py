@@ -75,8 +75,8 @@ PRESETS = {
     # two cores and a few minutes: one cycle, positions with few legal moves
     "smoke": dict(
         harness="small", moves=1, max_legal=8, n_weight=40, n_harness=24, n_test=16, B=8, G=4, minibatch=8, lr=5e-5,
-        cycles=1, E=Fraction("0.6"), I=5, E_total=Fraction("0.6"), I_total=5, T_min=Fraction("0.4"), J_min=6, P_h=2,
-        test_samples=2, eval_steps=0, prompt_limit=1024, response_limit=64, micro_tokens=4096,
+        cycles=1, E=Fraction("0.6"), I=5, E_total=Fraction("0.6"), I_total=5, W=Fraction("0.4"), T_min=Fraction("0.4"),
+        J_min=6, P_h=2, test_samples=2, eval_steps=0, prompt_limit=1024, response_limit=64, micro_tokens=4096,
     ),
 }  # fmt: skip
 

@@ -118,7 +118,7 @@ def search_iteration(run, k: int, j: int, archive, added: int) -> None:
         if entry.score is None:
             result = f"not run: {entry.failure or f'the same syntax tree as {entry.duplicate_of}'}"
         else:
-            result = f"{entry.score:.3f} +- {entry.standard_error:.3f}"
+            result = f"score {entry.score:.3f} (standard error {entry.standard_error:.3f})"
             result += f", tasks won {won}, lost {lost}" if won is not None else ""
         mark = " <- accepted" if archive.best is entry else ""
         print(f"cycle {k} search {j} harness {entry.id} ({entry.hypothesis}): {result}{mark}", flush=True)
@@ -155,8 +155,8 @@ def pair(run, phase: str, e_h: Artifact, signal: float | None, harness: str) -> 
 
 def describe(pair: dict) -> str:
     return (
-        f"mean@{pair['samples']} {100 * pair['mean']:.1f}% [{100 * pair['low']:.1f}, {100 * pair['high']:.1f}] "
-        f"on {pair['tasks']} tasks, {pair['rollouts']} rollouts, harness {pair['harness']}"
+        f"mean@{pair['samples']} {100 * pair['mean']:.1f}%, 95% [{100 * pair['low']:.1f}, {100 * pair['high']:.1f}], "
+        f"on {pair['tasks']} tasks, after {pair['rollouts']} training and search rollouts, harness {pair['harness']}"
     )
 
 
@@ -214,6 +214,7 @@ def learning_curve(folder: Path) -> Path:
         axes.annotate(
             pair["phase"], (pair["rollouts"], 100 * pair["mean"]), textcoords="offset points", xytext=(5, 5), size=7
         )
+    axes.margins(x=0.15)  # room for the labels
     axes.set(xlabel="training and search rollouts", ylabel=f"test mean@{pairs[0]['samples']} (%)", ylim=(0, None))
     figure.tight_layout()
     figure.savefig(folder / "learning_curve.png", dpi=120)

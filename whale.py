@@ -316,6 +316,7 @@ def prepare(args: argparse.Namespace):
 
 
 def main(argv=None) -> int:
+    sys.stdout.reconfigure(errors="replace")  # an episode may hold what the terminal can't show
     args = arguments(argv)
     try:
         ready = prepare(args)
