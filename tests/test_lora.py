@@ -13,7 +13,7 @@ from model import Policy, Row
 from rsft import ascend
 from sampler import Request
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="--lora is optional and needs peft: pip install peft")
 
 
 def adamw(policy):
