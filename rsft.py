@@ -2,7 +2,8 @@
 ascend Eq. 2 over minibatches of what was accepted, once."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class Step:
     objective: float  # Eq. 2, before the step
     gradient_norm: float  # before clipping
     tokens: int  # model-generated tokens of the minibatch
-    row_tokens: int  # all tokens of its rows, without padding
+    row_tokens: int  # all tokens of its rows, without padding; a row that came several times is computed once
     trajectories: int
     micro_tokens: int  # padded tokens of a micro-batch, at most
     checkpointing: bool  # whether activations were made again in the backward pass
@@ -54,10 +55,13 @@ def training_sequences(tau: Trajectory) -> list[Row]:
     return [Row(tuple(ids), tuple(mask)) for ids, mask in rows]
 
 
-def j_weight(policy, rows: Sequence[Row], tokens: int) -> torch.Tensor:
-    """Eq. 2, the part of these rows: () with gradient. `tokens` is sum |I(tau)| over the whole minibatch, so that parts
-    add up to the same value and gradient however the minibatch is split."""
-    return policy.logprobs(rows).sum() / tokens
+def j_weight(policy, rows: Mapping[Row, int], tokens: int) -> torch.Tensor:
+    """Eq. 2, the part of these rows: () with gradient. A row that several trajectories share, as samples of one prompt
+    often do, is computed once and counts that many times. `tokens` is sum |I(tau)| over the whole minibatch, so that
+    parts add up to the same value and gradient however the minibatch is split."""
+    logprobs = policy.logprobs(list(rows))  # (N,)
+    counts = torch.tensor([float(n) for row, n in rows.items() for _ in range(sum(row.mask))])  # (N,)
+    return logprobs @ counts.to(logprobs.device) / tokens
 
 
 def ascend(
@@ -70,8 +74,8 @@ def ascend(
     steps = []
     for start in range(0, len(order), minibatch):
         M = order[start : start + minibatch]
-        rows = [row for tau in M for row in training_sequences(tau)]
-        tokens = sum(sum(row.mask) for row in rows)  # sum of |I(tau)|
+        rows = Counter(row for tau in M for row in training_sequences(tau))
+        tokens = sum(n * sum(row.mask) for row, n in rows.items())  # sum of |I(tau)|
         if not tokens:
             continue
         J = gradient(policy, rows, tokens, micro_tokens)  # Eq. 2
@@ -81,14 +85,14 @@ def ascend(
     return steps
 
 
-def gradient(policy, rows: Sequence[Row], tokens: int, micro_tokens: int) -> float:
+def gradient(policy, rows: Mapping[Row, int], tokens: int, micro_tokens: int) -> float:
     """Eq. 2 of a minibatch -> its value; its gradient is left in theta. When the GPU runs out of memory the minibatch
     begins again with less memory in use, so that what is stepped on is always the gradient of all rows."""
     while True:
         J = 0.0
         for part in micro_batches(rows, min(micro_tokens, policy.fitting_tokens)):
             try:
-                J += accumulate(policy, part, tokens)
+                J += accumulate(policy, {row: rows[row] for row in part}, tokens)
             except torch.cuda.OutOfMemoryError:
                 break  # the error holds the activations until its block is left
         else:
@@ -96,14 +100,14 @@ def gradient(policy, rows: Sequence[Row], tokens: int, micro_tokens: int) -> flo
         policy.save_memory(part)
 
 
-def accumulate(policy, part: Sequence[Row], tokens: int) -> torch.Tensor:
+def accumulate(policy, part: Mapping[Row, int], tokens: int) -> torch.Tensor:
     """Add the gradient of these rows' part of Eq. 2 to theta's -> its value, (), which is not waited for."""
     J = j_weight(policy, part, tokens)
     policy.backward(-J)
     return J.detach()
 
 
-def micro_batches(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
+def micro_batches(rows: Iterable[Row], micro_tokens: int) -> Iterator[list[Row]]:
     """Rows of similar length together, padded size at most `micro_tokens` (a single longer row goes alone)."""
     part: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.ids)):

@@ -36,9 +36,24 @@ class Fixed:
 
 
 def test_eq_2_divides_once_by_all_sampled_tokens():
-    policy, rows = Fixed([-2.0], [-0.5] * 9), [Row((0,), ()), Row((1,), ())]
-    assert -j_weight(policy, rows, 10) == pytest.approx(0.65)
-    assert -sum(j_weight(policy, [row], 10) for row in rows) == pytest.approx(0.65)  # a mean of means would be 1.25
+    policy, rows = Fixed([-2.0], [-0.5] * 9), [Row((0,), (True,)), Row((1,), (True,) * 9)]
+    assert -j_weight(policy, dict.fromkeys(rows, 1), 10) == pytest.approx(0.65)
+    assert -sum(j_weight(policy, {row: 1}, 10) for row in rows) == pytest.approx(0.65)  # a mean of means would be 1.25
+    assert -j_weight(policy, {rows[0]: 3, rows[1]: 1}, 12) == pytest.approx((3 * 2.0 + 4.5) / 12)
+
+
+def test_trajectories_that_are_alike_are_computed_once_and_count_as_often_as_they_came(tiny):
+    policy = Policy.load(str(tiny()))
+    a, b = accepted(2)  # of 2 and 3 sampled tokens
+
+    def step(*taus):
+        (step,) = ascend(policy, GradientKeeper(policy), taus, 64, 4096, 1e9, seed=0)
+        return step, GradientKeeper.kept
+
+    (of_a, gradient_a), (of_b, gradient_b), (both, gradient) = step(a), step(b), step(a, b, a, a)
+    assert both.objective == pytest.approx((6 * of_a.objective + 3 * of_b.objective) / 9, rel=1e-6)
+    assert (gradient - (6 * gradient_a + 3 * gradient_b) / 9).abs().max() < 1e-6 * gradient.norm()
+    assert (both.tokens, both.trajectories, both.row_tokens) == (9, 4, of_a.row_tokens + of_b.row_tokens)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3.5"])
