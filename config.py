@@ -2,13 +2,14 @@
 
 import argparse
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import get_type_hints
 
 DOMAINS = {"chess": "domains.chess_puzzles"}
 METHODS = ("whale", "weight-only", "harness-only", "stagewise", "fst")
 PROPOSERS = ("catalogue",)
+FLAGS = ("domain", "method", "adaptive", "preset", "model", "proposer", "puzzles", "seed", "cycles", "lora")
 
 
 @dataclass(frozen=True)
@@ -76,29 +77,26 @@ PRESETS = {
     "smoke": dict(
         harness="small", moves=1, max_legal=8, n_weight=40, n_harness=24, n_test=16, B=8, G=4, minibatch=8, lr=5e-5,
         cycles=1, E=Fraction("0.6"), I=5, E_total=Fraction("0.6"), I_total=5, W=Fraction("0.4"), T_min=Fraction("0.4"),
-        J_min=6, P_h=2, test_samples=2, eval_steps=0, prompt_limit=1024, response_limit=64, micro_tokens=4096,
+        J_min=6, P_h=2, test_samples=2, eval_steps=0, prompt_limit=1024, response_limit=64, micro_tokens=2048,
     ),
 }  # fmt: skip
 
 
 def build_config(args: argparse.Namespace) -> Config:
-    """The preset, then the named flags, then --set. Raises ValueError in one line."""
+    """The preset, then the settings with a flag of their own, then --set for others. Raises ValueError in one line."""
     for flag, known in (("domain", DOMAINS), ("method", METHODS), ("preset", PRESETS), ("proposer", PROPOSERS)):
         if getattr(args, flag) not in known:
             raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {getattr(args, flag)!r}")
-    named = {name: getattr(args, name) for name in ("domain", "method", "adaptive", "preset", "proposer")}
-    named |= {
-        name: getattr(args, name)
-        for name in ("model", "puzzles", "seed", "cycles", "lora")
-        if getattr(args, name) is not None
-    }
-    types, chosen = get_type_hints(Config), {}
+    named = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    types, chosen = {key: kind for key, kind in get_type_hints(Config).items() if key not in FLAGS}, {}
     for item in args.set:
         key, found, value = item.partition("=")
-        if not found or key not in types or key in named and key != "seed":
+        if key in FLAGS:
+            raise ValueError(f"--set {key}: it has a flag of its own, use --{key}")
+        if not found or key not in types:
             raise ValueError(f"--set: expected key=value with a key of {', '.join(types)}, found {item!r}")
         chosen[key] = parse(key, value, types[key])
-    cfg = replace(Config(**{"domain": args.domain, **PRESETS[args.preset], **named}), **chosen)
+    cfg = Config(**PRESETS[args.preset] | named | chosen)
     validate(cfg)
     return cfg
 
@@ -107,6 +105,8 @@ def parse(key: str, value: str, kind: type):
     try:
         if kind is bool:
             return {"true": True, "false": False}[value.lower()]
+        if kind is Fraction and len(value) > 20:  # 1e999999999 would be worked out to the last digit
+            raise ValueError
         return kind(value)
     except (ValueError, KeyError, ZeroDivisionError) as error:
         raise ValueError(f"--set {key}: expected a value of type {kind.__name__}, found {value!r}") from error
@@ -115,16 +115,24 @@ def parse(key: str, value: str, kind: type):
 def validate(cfg: Config) -> None:
     may_be_zero = {"seed", "eval_steps", "eval_iterations", "temperature", "top_k", "max_legal", "min_rating",
                    "max_rating", "I", "I_total", "marks", "adaptive", "lora"}  # fmt: skip
+    most = {"seed": 2**63 - 1, "lr": 1, "top_p": 1, "prompt_limit": 1 << 20, "response_limit": 1 << 20}
     for f in fields(cfg):
-        value = getattr(cfg, f.name)
+        value, flag = getattr(cfg, f.name), f"--{f.name}" if f.name in FLAGS else f"--set {f.name}"
+        if not isinstance(value, int | float | Fraction):
+            continue
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--set {f.name}: expected a finite number, found {value}")
-        if isinstance(value, int | float | Fraction) and not (value > 0 or value == 0 and f.name in may_be_zero):
-            raise ValueError(f"--set {f.name}: expected a number above 0, found {value}")
+            raise ValueError(f"{flag}: expected a finite number, found {value}")
+        if not (value > 0 or value == 0 and f.name in may_be_zero):
+            least = "of at least" if f.name in may_be_zero else "above"
+            raise ValueError(f"{flag}: expected a number {least} 0, found {value}")
+        if value > most.get(f.name, 1_000_000):
+            raise ValueError(f"{flag}: expected a number of at most {most.get(f.name, 1_000_000)}, found {value}")
+    if cfg.B * cfg.G > 10_000_000:
+        raise ValueError(f"--set B, --set G: expected B * G of at most 10000000, found {cfg.B * cfg.G}")
+    if 0 < cfg.temperature < 1e-3:  # logits over 1e-320 are not finite
+        raise ValueError(f"--set temperature: expected 0 or a number of at least 0.001, found {cfg.temperature}")
     if cfg.sampler not in ("slots", "plain"):
         raise ValueError(f"--set sampler: expected slots or plain, found {cfg.sampler!r}")
-    if cfg.top_p > 1:
-        raise ValueError(f"--set top_p: expected a number in (0, 1], found {cfg.top_p}")
 
 
 def config_of(stored: dict) -> Config:

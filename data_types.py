@@ -62,7 +62,7 @@ class Trajectory:
     stop: StopReason
     turns: tuple[Turn, ...]
     inserted_tokens: int = 0  # tokens after the first prompt that the model did not sample
-    behaviour: Mapping[str, Any] = field(default_factory=dict)  # what the domain keeps for figures and tables
+    behaviour: Mapping[str, Any] = field(default_factory=dict)  # for tables; `reference` stays out of archives
     error: str = ""  # why, when stop is HARNESS, PROMPT or SUBSTITUTED
     seconds: float = 0.0
 

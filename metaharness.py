@@ -117,8 +117,10 @@ class Archive:
             change = diff(parent, entry.source, entry.parent, entry.id)
             (folder / "diff.patch").write_text(change, encoding="utf-8", errors="backslashreplace")
         if e_h is not None:
-            lines = [json.dumps(asdict(tau)) for tau in e_h.trajectories]
-            (folder / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            with (folder / "trajectories.jsonl").open("w", encoding="utf-8") as file:
+                for tau in map(asdict, e_h.trajectories):
+                    tau["behaviour"].pop("reference", None)  # what proposers read tells nothing of the hidden reference
+                    file.write(json.dumps(tau) + "\n")
         about = {key: value for key, value in asdict(entry).items() if key != "source"}
         about["outcomes"] = e_h.outcomes if e_h else None
         (folder / "entry.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -207,9 +207,14 @@ class Policy:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def clip(self, text: str, max_tokens: int) -> str:
-        """The longest start of a text that has at most so many tokens."""
+        """The longest start of a text that ends with a token and has at most so many tokens."""
         offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1] if max_tokens else 0]
+        if len(offsets) <= max_tokens:
+            return text
+        for _, end in reversed(offsets[:max_tokens]):  # the first try overshoots if it ends amid a character's tokens
+            if len(self._tokens(text[:end])) <= max_tokens:
+                return text[:end]
+        return ""
 
     # Sampling and training --------------------------------------------------------------------------------------------
 

@@ -268,7 +268,7 @@ def arguments(argv) -> argparse.Namespace:
     parser.add_argument(
         "--lora", type=int, metavar="RANK", help="train adapters of this rank (needs peft and a higher --set lr)"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of Config")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of Config")
     parser.add_argument("--dry-run", action="store_true", help="print what a run would cost, load no model")
     args = parser.parse_args(argv)
     if args.resume and args != parser.parse_args(["--resume", str(args.resume)]):

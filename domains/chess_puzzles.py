@@ -98,12 +98,13 @@ def _rows(where: Path) -> Iterator[tuple[int, dict[str, str]]]:
         stream = zstandard.ZstdDecompressor().stream_reader(file) if where.suffix == ".zst" else file
         reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
         try:
-            header = next(reader, None)
+            rows = filter(None, reader)  # without blank lines
+            header = next(rows, None)
             if header is None:
                 raise _fault("a header and puzzles", "nothing", where, "the file is empty, download it again")
             if missing := ", ".join(name for name in COLUMNS if name not in header):
                 raise _fault(f"a header with {', '.join(COLUMNS)}", f"none of {missing}", where, "add the header line")
-            for row in reader:
+            for row in rows:
                 if len(row) != len(header):
                     place = f"{where.name}, line {reader.line_num}"
                     raise _fault(f"{len(header)} columns", len(row), place, "if it was cut off, download it again")
@@ -252,7 +253,7 @@ class Environment:
         return int(self._played == len(self._reference["moves"]))
 
     def behaviour(self) -> dict[str, Any]:
-        """For figures and tables."""
+        """For figures and tables. `reference` holds what the hidden reference tells: the archive leaves it out."""
         return {
             "format_first": self._acted_in_first_turn,  # one move could be read from the first reply
             "format": self._counts["legal"] + self._counts["illegal"] > 0,  # ... from any reply
@@ -260,9 +261,11 @@ class Environment:
             "illegal": self._counts["illegal"],
             "malformed": self._counts["malformed"],
             "solved_moves": (self._played + 1) // 2,
-            "solver_moves": (len(self._reference["moves"]) + 1) // 2,
             "mate_not_reference": self._mate_not_reference,
-            "mate": "mate" in self._reference["themes"],
+            "reference": {
+                "solver_moves": (len(self._reference["moves"]) + 1) // 2,
+                "mate": "mate" in self._reference["themes"],
+            },
         }
 
     def _push(self, move: chess.Move) -> None:

@@ -46,7 +46,7 @@ class Ask:
 
     messages: list
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # the turn ends after the first of these texts
+    stop: tuple[str, ...] = ()  # the turn ends after the first of these; at most 16, of 200 characters
     tools: list | None = None  # tool schemas for the chat template
 
 

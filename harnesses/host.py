@@ -27,8 +27,10 @@ from harnesses.contract import Clip
 from harnesses.server import ERROR_CHARACTERS, ORDER, STATUS
 
 ROOT = Path(__file__).resolve().parent.parent
-LINE_BYTES = 8 << 20  # the longest line a harness may send
+LINE_BYTES = 1 << 20  # the longest line a harness may send
+VALUES = 20_000  # the most values of one request, keys of objects among them
 DEPTH = 32  # of tool schemas and options
+STOPS, STOP_CHARACTERS = 16, 200  # the most stop texts of one Ask, and the longest
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -82,8 +84,8 @@ def parse(line: bytes, replies: int) -> Request:
         case {"ask": {"messages": list(messages), "max_tokens": limit, "stop": list(stop), "tools": tools}}:
             if limit is not None and not (type(limit) is int and 0 < limit < 1 << 31):
                 raise ValueError("max_tokens must be a positive integer or None")
-            if not all(isinstance(text, str) and text for text in stop):
-                raise ValueError("stop must hold texts that are not empty")
+            if len(stop) > STOPS or not all(isinstance(s, str) and 0 < len(s) <= STOP_CHARACTERS for s in stop):
+                raise ValueError(f"stop must hold at most {STOPS} texts of 1 to {STOP_CHARACTERS} characters")
             if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
                 raise ValueError("tools must be a list of schemas or None")
             return AskRequest(tuple(_message(m, replies) for m in messages), limit, tuple(stop), tools)
@@ -116,21 +118,26 @@ def _part(value) -> str | Clip:
     raise ValueError("a part of a message must be a text or clip(text, max_tokens)")
 
 
-def _check_plain(value, depth: int = 0) -> None:
-    """Numbers of ordinary size, valid Unicode, no deep nesting: whatever reads it later can't stumble."""
-    if depth > DEPTH:
+def _check_plain(value) -> None:
+    """Not too many values, numbers of ordinary size, valid Unicode, no deep nesting: later readers can't stumble."""
+    level, count = [value], 0
+    for _ in range(DEPTH + 1):
+        count += len(level)
+        if count > VALUES:
+            raise ValueError(f"more than {VALUES} values")
+        below = []
+        for value in level:
+            if isinstance(value, str):
+                value.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+            elif isinstance(value, int | float) and not abs(value) < 1 << 63:
+                raise ValueError("a number is not finite or too large")
+            elif isinstance(value, dict):
+                below += [*value, *value.values()]
+            elif isinstance(value, list):
+                below += value
+        level = below
+    if level:
         raise ValueError("nested too deeply")
-    if isinstance(value, str):
-        value.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
-    elif isinstance(value, int | float) and not abs(value) < 1 << 63:
-        raise ValueError("a number is not finite or too large")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            key.encode()
-            _check_plain(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            _check_plain(item, depth + 1)
 
 
 def _no_constant(name: str):
@@ -250,8 +257,10 @@ class Host:
             return Failed(self._why(episode))
         episode.confined = True
         episode.inbox += chunk
+        if len(episode.inbox) > LINE_BYTES:
+            return Failed(f"sent a line of over {LINE_BYTES} bytes")
         if b"\n" not in chunk:
-            return Failed(f"sent a line of over {LINE_BYTES} bytes") if len(episode.inbox) > LINE_BYTES else None
+            return None
         line, episode.inbox = bytes(episode.inbox), bytearray()
         try:
             if line.index(b"\n") != len(line) - 1:

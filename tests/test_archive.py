@@ -72,6 +72,14 @@ def test_what_needs_no_rollout_is_recorded_with_its_reason(tmp_path):
     assert "+RETRIES = 2" in (tmp_path / "004" / "diff.patch").read_text()
 
 
+def test_the_archive_leaves_out_what_comes_from_the_hidden_reference(tmp_path):
+    behaviour = {"legal": True, "reference": {"mate": True}}
+    scored = artifact([Trajectory("t", "test", 0, 0, 1, StopReason.DONE, (), behaviour=behaviour)])
+    Archive(tmp_path).add(Candidate(H_0, "incumbent", "h_init", None), scored)
+    assert json.loads((tmp_path / "000/trajectories.jsonl").read_text())["behaviour"] == {"legal": True}
+    assert scored.trajectories[0].behaviour == {"legal": True, "reference": {"mate": True}}  # rollouts.jsonl keeps it
+
+
 def test_comparisons_are_paired_by_task():
     assert paired(e_h(3, 6), e_h(1, 6)) == (2, 0)
     worse_elsewhere = artifact(

@@ -103,7 +103,8 @@ def test_a_mate_other_than_the_reference_is_wrong_and_counted_apart(tmp_path):
 def test_only_the_complete_sequence_counts(tmp_path, replies, reward, solved):
     environment, results = play(loaded(tmp_path, *TWO_MOVES), *replies)
     assert environment.reward(replies[-1]) == reward
-    assert environment.behaviour()["solved_moves"] == solved and environment.behaviour()["solver_moves"] == 2
+    assert environment.behaviour()["solved_moves"] == solved
+    assert environment.behaviour()["reference"] == {"solver_moves": 2, "mate": True}
     assert [r["reply"] for r in results if "reply" in r] == ["a8d8"] * (solved > 0)
     assert all(r["history"] == ["a7a6", "d2d8", "a8d8"] for r in results if "reply" in r)
 
@@ -205,6 +206,8 @@ def test_no_harness_gets_more_than_ten_retries_of_a_kind(tmp_path, text, kind):
         (f"{HEADER}\n{row(4, TWO_MATES[0], 'a7a6 e8e1')}\n", ["legal", "e8e1", "id0004"]),
         (f"{HEADER}\n{row(5, TWO_MATES[0], 'a7a6 e1e8 h8g8')}\n", ["even", "3", "id0005"]),
         (f"{HEADER}\nid0006,{TWO_MATES[0]},a7a6\n", ["10 columns", "line 2"]),
+        (f"{HEADER}\n\n{row(7, TWO_MATES[0], 'a7a6 e1e9')}\n", ["legal", "line 3", "id0007"]),  # after a blank line
+        ("\n\n", ["empty"]),
         (b"\x28\xb5\x2f\xfd\x00\xff", [".zst"]),
     ],
 )
@@ -234,6 +237,12 @@ def test_zstd_and_plain_files_give_the_same_splits(tmp_path):
     packed = tmp_path / "puzzles.csv.zst"
     packed.write_bytes(zstandard.ZstdCompressor().compress(path.read_bytes()))
     assert load(str(packed)) == load(str(path)) != load(str(path), seed=1)
+
+
+def test_blank_lines_are_skipped(tmp_path):
+    splits = load(file_of(tmp_path, "", *many(2), "", "", *many(4)[2:], ""))
+    tasks = (*splits.weight, *splits.harness, *splits.test)
+    assert sorted(task.id for task in tasks) == ["id0000", "id0001", "id0002", "id0003"]
 
 
 def test_filters(tmp_path):

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from config import Config, validate
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["prompt_limit=4096", "response_limit=48", "n_weight=24", "n_harness=4", "n_test=4", "B=4", "G=2", "I=1",
@@ -106,7 +109,9 @@ BAD = [
     (["--preset", "huge"], [], "--preset: expected one of"),
     (["--model", "no/such-folder"], [], "--model: expected"),
     (["--puzzles", "missing.csv"], [], "missing.csv"),
-    ([], ["bogus=1"], "--set: expected key=value"),
+    ([], ["bogus=1"], "--set: expected key=value with a key of marks, themes, moves, max_legal"),  # those it takes
+    ([], ["adaptive=true"], "--set adaptive: it has a flag of its own, use --adaptive"),
+    ([], ["model=x"], "--set model: it has a flag of its own, use --model"),
     ([], ["lr"], "--set: expected key=value"),
     ([], ["lr=fast"], "--set lr: expected a value of type float, found 'fast'"),
     ([], ["G=0"], "--set G: expected a number above 0, found 0"),
@@ -117,6 +122,26 @@ BAD = [
     ([], ["harness=README.md"], "--set harness"),
     (["--resume", "no-run"], [], "--resume: expected a run folder"),
 ]
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"response_limit": 1_048_577}, "--set response_limit: expected a number of at most 1048576, found 1048577"),
+        ({"n_test": 1_000_001}, "--set n_test: expected a number of at most 1000000, found 1000001"),
+        ({"W": Fraction(10**30)}, f"--set W: expected a number of at most 1000000, found {10**30}"),
+        ({"lr": 1.5}, "--set lr: expected a number of at most 1, found 1.5"),
+        ({"seed": 2**63}, "--seed: expected a number of at most 9223372036854775807, found 9223372036854775808"),
+        ({"cycles": 0}, "--cycles: expected a number above 0, found 0"),
+        ({"B": 100_000, "G": 101}, "--set B, --set G: expected B * G of at most 10000000, found 10100000"),
+        ({"temperature": 1e-320}, "--set temperature: expected 0 or a number of at least 0.001, found 1e-320"),
+    ],
+)
+def test_numbers_have_bounds(settings, message):
+    validate(Config("chess", prompt_limit=1 << 20, B=10**6, G=10, lr=1.0, seed=2**63 - 1, temperature=0.0))
+    with pytest.raises(ValueError) as raised:
+        validate(Config("chess", **settings))
+    assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Harness episodes in their own processes: honest ones work, and nothing that a harness does costs more than itself."""
 
+import json
 import os
 import random
 import subprocess
@@ -160,7 +161,10 @@ FAILURES = {
     "from harnesses.contract import *\ndef harness(task): yield Ask([user('\\udc80')])": "surrogates not allowed",
     "from harnesses.contract import *\ndef harness(task): yield Ask([], max_tokens=-1)": "max_tokens must be",
     "from harnesses.contract import *\ndef harness(task): yield Ask([Reply(0, '', 'stop')])": "there are 0",
-    "from harnesses.contract import *\ndef harness(task): yield Act('a' * 9_000_000)": "a line of over",
+    "from harnesses.contract import *\ndef harness(task): yield Act('a' * (1 << 20))": "a line of over 1048576 bytes",
+    "from harnesses.contract import *\ndef harness(task): yield Act('', {'k': [{}] * 20_000})": "more than 20000",
+    "from harnesses.contract import *\ndef harness(task): yield Ask([], stop=['a'] * 17)": "at most 16 texts",
+    "from harnesses.contract import *\ndef harness(task): yield Ask([], stop=['a' * 201])": "1 to 200 characters",
     "from harnesses.contract import *\ndef harness(task): yield Act('a', {'k': float('nan')})": "not JSON",
 }
 
@@ -352,3 +356,14 @@ def descendants(pid):
 
 def test_parse_takes_a_well_formed_line():
     assert parse(b'{"act": {"action": "a", "options": {"k": 3}}}\n', 0) == ActRequest("a", {"k": 3})
+
+
+def test_limits_of_a_request_are_allowed_themselves():
+    zeros = b"0" + b",0" * 19_990  # 1 + 2 + 4 + 2 values around them
+    line = b'{"act": {"action": "a", "options": {"k": [%s]}}}\n'
+    assert len(parse(line % zeros, 0).options["k"]) == 19_991
+    with pytest.raises(ValueError, match="more than 20000 values"):
+        parse(line % (zeros + b",0"), 0)
+    stop = ["a" * 200] * 16
+    ask = {"ask": {"messages": [], "max_tokens": None, "stop": stop, "tools": None}}
+    assert parse(json.dumps(ask).encode(), 0).stop == tuple(stop)

@@ -136,6 +136,13 @@ def test_a_cut_off_reply_gets_no_end_token_to_learn(tiny):
     ]
 
 
+def test_a_clipped_text_has_no_more_tokens_than_allowed(tiny):
+    p = policy(tiny)
+    assert [len(p._tokens(text)) for text in ("🙂", "a🙂b")] == [4, 6]  # a token for each byte
+    assert [p.clip("🙂", n) for n in range(5)] == ["", "", "", "", "🙂"]
+    assert [p.clip("a🙂b", n) for n in range(7)] == ["", "a", "a", "a", "a", "a🙂", "a🙂b"]
+
+
 def test_a_reply_ends_at_its_first_end_token_whatever_the_padding_is():
     assert finish([11, 12, 1, 1, 1], 5, {1}) == (3, "stop")
     assert finish([11, 12, 13, 14], 4, {1}) == (4, "length")
