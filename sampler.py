@@ -6,6 +6,11 @@ from dataclasses import dataclass
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+try:
+    import kernels
+except ImportError:  # no Triton, as on machines without a GPU
+    kernels = None
+
 
 @dataclass(frozen=True)
 class Request:
@@ -24,6 +29,11 @@ class Sample:
     finish: str  # "stop" or "length"
 
 
+def fused(device: torch.device) -> bool:
+    """Whether the kernels run there."""
+    return kernels is not None and device.type == "cuda"
+
+
 def mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 on wrapping int64: every output bit depends on every input bit."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
@@ -38,10 +48,13 @@ def perturbed(logits, seed, position, temperature: float, top_k: int, top_p: flo
     -> scores (B, K) float64, whose arg max is the sample; log-probabilities (B, K) under the whole softmax at this
     temperature; tokens (B, K). Temperature 0 is greedy; top_k 0 and top_p 1 cut nothing.
     """
-    logits = logits.float() / (temperature or 1.0)  # (B, V)
-    width = min(top_k or logits.shape[-1], logits.shape[-1]) if temperature else min(2, logits.shape[-1])
-    top, tokens = logits.topk(width)  # (B, K) sorted
-    logprobs = top - logits.logsumexp(-1, keepdim=True)  # (B, K)
+    width = min((top_k or logits.shape[-1]) if temperature else 2, logits.shape[-1])
+    if fused(logits.device) and width <= 64:
+        top, tokens, logsum = kernels.top_tokens(logits, width, temperature or 1.0)
+    else:
+        logits = logits.float() / (temperature or 1.0)  # (B, V)
+        (top, tokens), logsum = logits.topk(width), logits.logsumexp(-1, keepdim=True)  # (B, K) sorted; (B, 1)
+    logprobs = top - logsum  # (B, K)
     if not temperature:
         return top.double(), logprobs, tokens
     bits = mix(mix(mix(seed)[:, None] + position[:, None]) + tokens)  # (B, K)

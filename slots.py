@@ -11,125 +11,19 @@ While the GPU runs a chunk of steps, `answer` is asked about the replies that en
 environments work beside the sampling. A next turn whose context extends what its slot holds feeds only the new tokens.
 """
 
-import inspect
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from os.path import commonprefix
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer, StaticLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.cache_utils import Cache, DynamicCache
 
-from sampler import Request, Sample, draw, left_padded
+from sampler import Request, Sample, draw, fused, kernels, left_padded
+from slot_cache import DecodeLayer, SlotLayer, layers_of, linear_layer, probe
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_5_text")
-
-
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """Decode: query heads that share a key head are several queries of it, so that keys and values are read once and
-    never repeated in memory. query (B, Hq, 1, D), key and value (B, Hk, S, D), mask (B, 1, 1, S) True where seen."""
-    if query.shape[2] != 1 or attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    B, heads, _, D = query.shape
-    grouped = query.reshape(B, key.shape[1], heads // key.shape[1], D)
-    scores = torch.matmul(grouped, key.transpose(2, 3)).float() * (D**-0.5 if scaling is None else scaling)
-    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1).to(value.dtype)  # (B, Hk, Hq / Hk, S)
-    return torch.matmul(weights, value).reshape(B, 1, heads, D), None
-
-
-AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
-class SlotLayer(StaticLayer):
-    """Keys and values of one attention layer for some slots; `update` writes each token at its own position."""
-
-    def __init__(self, keys, values, rows, position, every_row=False):
-        """keys, values (slots, H, S, D); rows (B,); position (B, T); every_row: rows are all slots, in order."""
-        super().__init__(max_cache_len=1)  # unused; a number that varied would make the compiler start again
-        self.keys, self.values, self.rows, self.position, self.every_row = keys, values, rows, position, every_row
-        self.is_initialized = True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        self.keys[self.rows[:, None], :, self.position] = key_states.transpose(1, 2)
-        self.values[self.rows[:, None], :, self.position] = value_states.transpose(1, 2)
-        return (self.keys, self.values) if self.every_row else (self.keys[self.rows], self.values[self.rows])
-
-
-def linear_layer(conv, recurrent):
-    """The state of one linear-attention layer on these very buffers."""
-    layer = LinearAttentionLayer()
-    layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
-    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = layer.has_previous_state[0] = True
-    layer.conv_kernel_size[0], layer.dtype, layer.device = conv.shape[-1], conv.dtype, conv.device
-    return layer
-
-
-def run_layer(layer, hidden, cache, **inputs):
-    return type(layer).forward(layer, hidden, **{cache_keyword(layer): cache}, **inputs)
-
-
-def cache_keyword(layer) -> str:
-    """What this version of transformers calls the cache."""
-    return "cache" if "cache" in inspect.signature(type(layer).forward).parameters else "past_key_values"
-
-
-@contextmanager
-def compiled_layers(model, cache: Cache, compiled):
-    """Let every decoder layer run through `compiled`, one function for all layers of a kind: each layer is handed a
-    cache of its own, and all think they are layer 0, so that nothing in the code tells them apart."""
-    layers = model.base_model.layers if compiled else ()
-    parts = [part for layer in layers for part in layer.children() if hasattr(part, "layer_idx")]
-    numbers = [part.layer_idx for part in parts]
-    for i, layer in enumerate(layers):
-        one = Cache(layers=[cache.layers[i]])
-        layer.forward = partial(through, compiled, layer, one)
-    for part in parts:
-        part.layer_idx = 0
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-        for part, number in zip(parts, numbers, strict=True):
-            part.layer_idx = number
-
-
-def through(compiled, layer, one: Cache, hidden, **inputs):
-    for name in ("cache", "past_key_values"):
-        inputs.pop(name, None)
-    mark_sizes([hidden, inputs, vars(one.layers[0])])
-    return compiled(layer, hidden, one, **inputs)
-
-
-def mark_sizes(values) -> None:
-    """Tell the compiler that the number of slots and of positions vary."""
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, dict | list | tuple):
-            mark_sizes(value)
-        elif isinstance(value, torch.Tensor):
-            torch._dynamo.maybe_mark_dynamic(value, 0)
-            if value.dim() == 4 and value.shape[1] * value.shape[2] > 1:
-                torch._dynamo.maybe_mark_dynamic(value, 2)
-
-
-def sizes_of_positions(positions: int) -> list[int]:
-    """Odd multiples of 64, never a power of two as the numbers of slots are: the compiler would tie the two."""
-    sizes, size = [positions], 64
-    while size < positions:
-        sizes.append(size)
-        size += 128 * max(1, size // 1024)
-    return sorted(set(sizes))
-
-
-def layers_of(cache: Cache):
-    """-> (is attention, keys or convolution state, values or recurrent state) of each layer."""
-    return [(True, layer.keys, layer.values) if isinstance(getattr(layer, "keys", None), torch.Tensor)
-            else (False, layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.layers]  # fmt: skip
 
 
 def shared_prefixes(contexts, held):
@@ -160,21 +54,16 @@ class Tenant:
 
 class SlotSampler:
     def __init__(self, model, eos_ids, temperature, top_k, top_p, slots: int, positions: int, stopped=None,
-                 chunk=None, graphs=None, compile_layers=False):  # fmt: skip
+                 chunk=None):  # fmt: skip
         """slots: replies sampled at one time; positions: longest context plus reply, in tokens; stopped(request, ids):
         whether a reply holds one of its stop texts."""
-        on_gpu = model.device.type == "cuda"
         self.model, self.device, self.settings = model, model.device, (temperature, top_k, top_p)
-        self.use_graphs, self.chunk = on_gpu if graphs is None else graphs, chunk or (16 if on_gpu else 4)
-        self.prefill_tokens = 65536 if on_gpu else 4096
+        self.use_graphs = model.device.type == "cuda"
+        self.chunk, self.prefill_tokens = (chunk or 16, 65536) if self.use_graphs else (chunk or 4, 4096)
         self.slots, self.positions, self.eos_ids = slots, positions, set(eos_ids)
         self.stopped = stopped or (lambda request, ids: False)
         self.eos = torch.tensor(sorted(eos_ids), device=self.device)
         self.hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
-        exact = range(1, slots + 1)  # without graphs any number of slots is one size as good as another
-        self.b_sizes = sorted({slots, *(2**i for i in range(3, 20) if 2**i < slots)}) if self.use_graphs else exact
-        self.s_sizes = sizes_of_positions(positions)
-        self.compiled = torch.compile(run_layer) if compile_layers else None
         # one more position takes what padding writes
         self.buffers = [(a, *(x.new_zeros(slots, *(x.shape[1:2] if a else ()), positions + 1, x.shape[-1]) if a
                               else x.new_zeros(slots, *x.shape[1:]) for x in pair))
@@ -182,25 +71,21 @@ class SlotSampler:
         zeros = lambda dtype, *shape: torch.zeros(slots, *shape, dtype=dtype, device=self.device)  # noqa: E731
         # by slot: position of the newest token, that token (not fed yet), seed, end of the budget, whether it goes on
         self.position, self.token, self.seed, self.limit = (zeros(torch.long) for _ in range(4))
-        self.alive, self.ids, self.logp = (
-            zeros(torch.bool),
-            zeros(torch.long, positions + 1),
-            zeros(torch.float, positions + 1),
-        )
+        self.alive, self.ids, self.logp = (zeros(torch.bool), zeros(torch.long, positions + 1),
+                                           zeros(torch.float, positions + 1))  # fmt: skip
         self.state = [self.position, self.token, self.seed, self.limit, self.alive, self.ids, self.logp]
         self.rows = torch.arange(slots, device=self.device)  # kept: captured graphs read it
-        self.steps, self.pool = {}, None
+        self.graphs, self.pool = {}, None
 
     # One decode step ------------------------------------------------------------------------------------------------
 
     def _goes_on(self, token, position, limit):
         return (token[:, None] != self.eos).all(-1) & (position + 1 < limit)
 
-    def _step(self, cache, rows, position, token, seed, limit, alive, ids, logp):
+    def _step(self, cache, position, token, seed, limit, alive, ids, logp):
         """Feed each slot its newest token and draw the next one, in place. A slot that has ended feeds the same token
         to the same position again, which changes nothing that attention reads."""
-        keys = next(layer.keys for layer in cache.layers if isinstance(layer, SlotLayer))
-        mask = (torch.arange(keys.shape[2], device=self.device) <= position[:, None])[:, None, None]  # (b, 1, 1, s)
+        mask = next(layer.mask for layer in cache.layers if isinstance(layer, DecodeLayer))
         mask = {"full_attention": mask, "linear_attention": None} if self.hybrid else mask
         logits = self.model(input_ids=token[:, None], position_ids=position[:, None], attention_mask=mask,
                             past_key_values=cache, use_cache=True).logits[:, -1]  # (b, V)  # fmt: skip
@@ -211,28 +96,33 @@ class SlotSampler:
         position.add_(alive)
         alive.logical_and_(self._goes_on(token, position, limit))
 
-    def _run(self, b: int, s: int, steps: int) -> None:
-        """Launch decode steps on the first b slots and s positions."""
-        if (b, s) not in self.steps:
+    def _run(self, b: int, s: int) -> None:
+        """Launch a chunk of decode steps on the first b slots and s positions."""
+        step, steps = self.graphs.get((b, s)), self.chunk
+        if step is None:
             views, rows = [t[:b] for t in self.state], self.rows[:b]
-            cache = Cache(layers=[SlotLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None], True) if attention
+            cache = Cache(layers=[DecodeLayer(x[:b, :, :s], y[:b, :, :s], rows, views[0][:, None]) if attention
                                   else linear_layer(x[:b], y[:b]) for attention, x, y in self.buffers])  # fmt: skip
-            step = self.steps[b, s] = lambda: self._step(cache, rows, *views)
+            step = partial(self._step, cache, *views)
             if self.use_graphs:
-                self.steps[b, s], steps = self._capture(step, cache), steps - 1
+                step, steps = self._capture(step), steps - 1
+                self.graphs[b, s] = step
         for _ in range(steps):
-            self.steps[b, s]()
+            step()
 
-    def _capture(self, step, cache):
+    def _size(self, n: int, least: int, most: int) -> int:
+        """What a decode step must cover for n slots or positions: on a GPU a power of two, so that graphs are few."""
+        return min(max(least, 1 << (n - 1).bit_length()) if self.use_graphs else n, most)
+
+    def _capture(self, step):
         """A CUDA graph of this step. The first step is a real one, which warms up; capturing executes nothing."""
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
-        with compiled_layers(self.model, cache, self.compiled):
-            with torch.cuda.stream(side):
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph, pool=self.pool):
-                step()
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=self.pool):
+            step()
         self.pool = graph.pool()
         return graph.replay
 
@@ -246,7 +136,7 @@ class SlotSampler:
         ids = torch.tensor([[*n, *[0] * (T - len(n))] for n in new], device=self.device)  # (B, T)
         position = torch.tensor(starts, device=self.device)[:, None] + torch.arange(T, device=self.device)  # (B, T)
         position = position.clamp(max=self.positions)
-        s = self._s_size(max(map(len, contexts)) + T)
+        s = min(max(map(len, contexts)) + T, self.positions)
         mask = torch.arange(s + 1, device=self.device) <= position[:, None, :, None]  # (B, 1, T, s + 1)
         layers = [
             SlotLayer(k[:, :, : s + 1], v[:, :, : s + 1], rows, position.clamp(max=s)) for _, k, v in self.buffers
@@ -339,7 +229,7 @@ class SlotSampler:
     def _compact(self) -> int:
         """Move tenants to the front -> the number of slots that a decode step must cover."""
         used = [slot for slot, tenant in enumerate(self.tenants) if tenant is not None]
-        b = next(n for n in self.b_sizes if n >= len(used))
+        b = self._size(len(used), 8, self.slots)
         if src := [slot for slot in used if slot >= b]:
             dst = [slot for slot in range(b) if self.tenants[slot] is None][: len(src)]
             self._copy(src, dst, max(self.tenants[slot].length for slot in src) + 1)
@@ -354,9 +244,6 @@ class SlotSampler:
         for slot in slots:
             self.tenants[slot] = None
         self.position[slots], self.alive[slots] = 0, False
-
-    def _s_size(self, positions: int) -> int:
-        return next(s for s in self.s_sizes if s >= min(positions, self.positions))
 
     def _harvest(self, b: int) -> list:
         """Look at what the chunk did -> (key, sample) of the replies that ended in it."""
@@ -411,7 +298,7 @@ class SlotSampler:
                 if running:
                     b = self._compact()
                     longest = max(tenant.length for tenant in self.tenants if tenant)
-                    self._run(b, self._s_size(longest + self.chunk), self.chunk)
+                    self._run(b, self._size(longest + self.chunk, 512, self.positions))
                 ended = [slot for slot, tenant in enumerate(self.tenants) if tenant and tenant.ended]
                 new = answer(found) if found else []
                 found = self._harvest(b) if running else []
@@ -422,7 +309,8 @@ class SlotSampler:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("grouped")
         try:
-            yield
+            with kernels.fused(self.model) if fused(self.device) else nullcontext():
+                yield
         finally:
             self.model.set_attn_implementation(before)
 
@@ -431,19 +319,3 @@ class SlotSampler:
         """Call `work` as inside a conversation: for measuring."""
         with self._grouped():
             work()
-
-
-def probe(model) -> Cache:
-    """The cache of two tokens: what one layer keeps, and how much of it."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model.base_model(
-            torch.zeros(1, 2, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True
-        )
-    return cache
-
-
-def bytes_per_slot(model, positions: int) -> int:
-    """Memory of one slot of so many positions."""
-    return sum(t.element_size() * (t.numel() // t.shape[2] * positions if attention else t.numel())
-               for attention, *pair in layers_of(probe(model)) for t in pair)  # fmt: skip

@@ -66,8 +66,8 @@ def plain(model, contexts, wanted):
     return go
 
 
-def slots(model, contexts, wanted, **options):
-    sampler = SlotSampler(model, [-1], 1.0, 20, 1.0, len(contexts), len(contexts[0]) + max(wanted), **options)
+def slots(model, contexts, wanted):
+    sampler = SlotSampler(model, [-1], 1.0, 20, 1.0, len(contexts), len(contexts[0]) + max(wanted))
     requests = [(i, Request(context, 100 + i, n)) for i, (context, n) in enumerate(zip(contexts, wanted, strict=True))]
 
     def go():
@@ -94,16 +94,16 @@ def profile(sampler, b: int) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    s = sampler.s_sizes[-1]
-    sampler.decoding(lambda: sampler._run(b, s, 3))
-    took = seconds(lambda: sampler.decoding(lambda: sampler._run(b, s, 40))) / 40
+    s = sampler.positions
+    sampler.decoding(lambda: sampler._run(b, s))
+    took = seconds(lambda: sampler.decoding(lambda: [sampler._run(b, s) for _ in range(4)])) / 4 / sampler.chunk
     print(f"decode step of {b} slots, {s} positions: {1000 * took:.2f} ms")
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        sampler.decoding(lambda: sampler._run(b, s, 3))
+        sampler.decoding(lambda: sampler._run(b, s))
         torch.cuda.synchronize()
-    kernels = sorted(
-        ((e.self_device_time_total / 3000, e.count // 3, e.key) for e in trace.key_averages()), reverse=True
-    )
+    n = sampler.chunk
+    kernels = sorted(((e.self_device_time_total / n / 1000, e.count // n, e.key) for e in trace.key_averages()),
+                     reverse=True)  # fmt: skip
     for ms, count, name in kernels[:12]:
         print(f"    {ms:7.3f} ms x{count:4d} {name[:100]}")
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="smollm2" if CUDA else "tiny")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sides", default="plain,slots,compiled" if CUDA else "plain,slots")
+    parser.add_argument("--sides", default="plain,slots")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     model = build(args.shape)
@@ -121,7 +121,7 @@ def main() -> None:
     useful = sum(wanted)
     print(f"{torch.cuda.get_device_name() if CUDA else 'CPU'}, torch {torch.__version__}, {args.shape} shape, "
           f"{model.dtype}: {len(wanted)} replies, {useful} useful tokens, longest {max(wanted)}")  # fmt: skip
-    makers = {"plain": plain, "slots": slots, "compiled": lambda *work: slots(*work, compile_layers=True)}
+    makers = {"plain": plain, "slots": slots}
     sides, first = {}, {}
     for name in args.sides.split(","):
         sides[name] = makers[name](model, contexts, wanted)

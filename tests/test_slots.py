@@ -8,7 +8,7 @@ import torch
 
 from model import Policy
 from sampler import Request, converse_plain, draw, perturbed
-from slots import SlotSampler, shared_prefixes, sizes_of_positions
+from slots import SlotSampler, shared_prefixes
 
 EOS = {2, 5, 6}
 CLOSE = 1e-4  # two best perturbed scores closer than this may swap: counted, not hidden
@@ -139,12 +139,6 @@ def test_no_context_length_steps_over_the_edge_of_a_size(tiny, length):
     model = Policy.load(str(tiny())).model.eval()
     requests = [(0, Request(tuple(10 + i for i in range(length)), 1, 40))]
     assert replies(slots(model, 1.0, 1, chunk=16), requests)[0].ids == replies(plain(model, 1.0), requests)[0].ids
-
-
-def test_sizes_of_positions_are_never_a_number_of_slots():
-    sizes = sizes_of_positions(20_480)
-    assert sizes == sorted(sizes) and sizes[-1] == 20_480 and len(sizes) < 60
-    assert all(size & (size - 1) for size in sizes[1:-1])
 
 
 def test_a_prompt_takes_over_what_half_of_it_or_more_shares_with_another():
