@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from config import Config, validate
+from whale import main
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["prompt_limit=4096", "response_limit=48", "n_weight=24", "n_harness=4", "n_test=4", "B=4", "G=2", "I=1",
@@ -107,7 +108,6 @@ BAD = [
     (["--method", "sft"], [], "--method: expected one of whale"),
     (["--proposer", "oracle"], [], "--proposer: expected one of catalogue, found 'oracle'"),
     (["--preset", "huge"], [], "--preset: expected one of"),
-    (["--model", "no/such-folder"], [], "--model: expected"),
     (["--puzzles", "missing.csv"], [], "missing.csv"),
     ([], ["bogus=1"], "--set: expected key=value with a key of marks, themes, moves, max_legal"),  # those it takes
     ([], ["adaptive=true"], "--set adaptive: it has a flag of its own, use --adaptive"),
@@ -147,13 +147,19 @@ def test_numbers_have_bounds(settings, message):
 @pytest.mark.parametrize(
     "args,settings,message", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_bad_input_is_one_clear_line(tmp_path, args, settings, message):
-    done = subprocess.run(command(*args, settings=settings), capture_output=True, text=True, timeout=100, cwd=tmp_path,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert message in done.stderr
+def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, capsys, args, settings, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(command(*args, settings=settings)[2:]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and message in error
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(tmp_path):
+    done = subprocess.run(command("--model", "no/such-folder"), capture_output=True, text=True, timeout=100,
+                          cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "--model: expected" in done.stderr and not (tmp_path / "runs").exists()
 
 
 def test_a_bad_row_is_named_by_its_id(tmp_path):
