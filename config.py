@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import get_type_hints
 
@@ -60,6 +60,7 @@ class Config:
     sampler: str = "slots"  # or plain: Hugging Face generate as it is
     micro_tokens: int = 16384  # padded tokens of one forward and backward pass
     lora: int = 0  # rank of the adapters that are trained instead of all weights; 0: all weights
+    checkpoint_minutes: float = 5.0  # full states inside a weight phase; 0: after every rollout step
 
 
 PRESETS = {
@@ -81,26 +82,31 @@ PRESETS = {
 }  # fmt: skip
 
 
+FLAGS = {"domain": DOMAINS, "method": METHODS, "preset": PRESETS, "proposer": PROPOSERS}
+NAMED = (*FLAGS, "adaptive", "model", "puzzles", "seed", "cycles", "lora")
+
+
 def build_config(args: argparse.Namespace) -> Config:
     """The preset, then the named flags, then --set. Raises ValueError in one line."""
-    for flag, known in (("domain", DOMAINS), ("method", METHODS), ("preset", PRESETS), ("proposer", PROPOSERS)):
-        if getattr(args, flag) not in known:
-            raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {getattr(args, flag)!r}")
-    named = {name: getattr(args, name) for name in ("domain", "method", "adaptive", "preset", "proposer")}
-    named |= {
-        name: getattr(args, name)
-        for name in ("model", "puzzles", "seed", "cycles", "lora")
-        if getattr(args, name) is not None
-    }
-    types, chosen = get_type_hints(Config), {}
-    for item in args.set:
-        key, found, value = item.partition("=")
-        if not found or key not in types or key in named and key != "seed":
-            raise ValueError(f"--set: expected key=value with a key of {', '.join(types)}, found {item!r}")
-        chosen[key] = parse(key, value, types[key])
-    cfg = replace(Config(**{"domain": args.domain, **PRESETS[args.preset], **named}), **chosen)
+    given = chosen(args)
+    cfg = Config(**{"domain": "chess", **PRESETS[given.get("preset", "smoke")], **given})
     validate(cfg)
     return cfg
+
+
+def chosen(args: argparse.Namespace) -> dict:
+    """The settings that the command line gives, by name or with --set."""
+    given = {name: getattr(args, name) for name in NAMED if getattr(args, name) is not None}
+    for flag, known in FLAGS.items():
+        if given.get(flag, next(iter(known))) not in known:
+            raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {given[flag]!r}")
+    types, values = get_type_hints(Config), {}
+    for item in args.set:
+        key, found, value = item.partition("=")
+        if not found or key not in types or key in (*FLAGS, "adaptive") or key in given and key != "seed":
+            raise ValueError(f"--set: expected key=value with a key of {', '.join(types)}, found {item!r}")
+        values[key] = parse(key, value, types[key])
+    return given | values
 
 
 def parse(key: str, value: str, kind: type):
@@ -114,7 +120,7 @@ def parse(key: str, value: str, kind: type):
 
 def validate(cfg: Config) -> None:
     may_be_zero = {"seed", "eval_steps", "eval_iterations", "temperature", "top_k", "max_legal", "min_rating",
-                   "max_rating", "I", "I_total", "marks", "adaptive", "lora"}  # fmt: skip
+                   "max_rating", "I", "I_total", "marks", "adaptive", "lora", "checkpoint_minutes"}  # fmt: skip
     for f in fields(cfg):
         value = getattr(cfg, f.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -127,10 +133,16 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"--set top_p: expected a number in (0, 1], found {cfg.top_p}")
 
 
-def config_of(stored: dict) -> Config:
-    """The config of a run folder, back from its JSON."""
+def config_of(stored: dict, given: dict) -> Config:
+    """The config of a run folder, back from its JSON; what the command line gives beside --resume must equal it."""
     types = get_type_hints(Config)
     if stored.keys() != types.keys():
         differs = ", ".join(sorted(stored.keys() ^ types.keys()))
         raise ValueError(f"--resume: expected a run of this version, found one whose settings differ in {differs}")
-    return Config(**{key: types[key](value) if types[key] is Fraction else value for key, value in stored.items()})
+    for key, value in stored.items():
+        if type(value) is not (str if types[key] is Fraction else types[key]):
+            raise ValueError(f"--resume: expected {key} of type {types[key].__name__} in config.json, found {value!r}")
+    known = {key: parse(key, value, Fraction) if types[key] is Fraction else value for key, value in stored.items()}
+    if changed := [f"{key} is {known[key]}, not {value}" for key, value in given.items() if known[key] != value]:
+        raise ValueError(f"--resume: expected the settings that the run began with: {'; '.join(changed)}")
+    return Config(**known)

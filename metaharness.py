@@ -14,13 +14,16 @@ from rollout import Limits, plans, rollout
 
 def evaluate(
     policy, host, domain, sources: Sequence[str], D_harness: Sequence[Task], limits: Limits, *names, progress=None
-):
-    """Eq. 3 for each harness, one trajectory per task, all rolled out together -> list of artifacts e_h.
-    Harnesses share their seeds per task, so that scores are paired."""
+) -> list[Trajectory]:
+    """What Eq. 3 averages: one trajectory per task for each harness, all rolled out together, one harness after the
+    other. Harnesses share their seeds per task, so that scores are paired."""
     todo = [plan for source in sources for plan in plans(source, D_harness, 1, *names)]
-    trajectories = rollout(policy, host, domain, todo, limits, progress)
-    n = len(D_harness)
-    return [artifact(trajectories[i * n : (i + 1) * n]) for i in range(len(sources))]
+    return rollout(policy, host, domain, todo, limits, progress)
+
+
+def artifacts(trajectories: Sequence[Trajectory], n: int) -> list[Artifact]:
+    """e_h of each harness, from the n trajectories of each."""
+    return [artifact(trajectories[i : i + n]) for i in range(0, len(trajectories), n)]
 
 
 def artifact(trajectories: Sequence[Trajectory]) -> Artifact:
@@ -117,11 +120,11 @@ class Archive:
             change = diff(parent, entry.source, entry.parent, entry.id)
             (folder / "diff.patch").write_text(change, encoding="utf-8", errors="backslashreplace")
         if e_h is not None:
-            lines = [json.dumps(asdict(tau)) for tau in e_h.trajectories]
+            lines = [json.dumps(vars(tau), default=vars, allow_nan=False) for tau in e_h.trajectories]
             (folder / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         about = {key: value for key, value in asdict(entry).items() if key != "source"}
         about["outcomes"] = e_h.outcomes if e_h else None
-        (folder / "entry.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (folder / "entry.json").write_text(json.dumps(about, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def paired(e_h: Artifact, incumbent: Artifact) -> tuple[int, int]:
