@@ -138,10 +138,10 @@ def config_of(stored: dict, given: dict) -> Config:
     types = get_type_hints(Config)
     if stored.keys() != types.keys():
         differs = ", ".join(sorted(stored.keys() ^ types.keys()))
-        raise ValueError(f"--resume: expected a run of this version, found one whose settings differ in {differs}")
+        raise ValueError(f"expected a run of this version, found one whose settings differ in {differs}")
     for key, value in stored.items():
         if type(value) is not (str if types[key] is Fraction else types[key]):
-            raise ValueError(f"--resume: expected {key} of type {types[key].__name__} in config.json, found {value!r}")
+            raise ValueError(f"expected {key} of type {types[key].__name__} in config.json, found {value!r}")
     known = {key: parse(key, value, Fraction) if types[key] is Fraction else value for key, value in stored.items()}
     if changed := [f"{key} is {known[key]}, not {value}" for key, value in given.items() if known[key] != value]:
         raise ValueError(f"--resume: expected the settings that the run began with: {'; '.join(changed)}")

@@ -123,6 +123,7 @@ class Archive:
             lines = [json.dumps(vars(tau), default=vars, allow_nan=False) for tau in e_h.trajectories]
             (folder / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         about = {key: value for key, value in asdict(entry).items() if key != "source"}
+        about = {key: None if value != value else value for key, value in about.items()}  # JSON has no NaN
         about["outcomes"] = e_h.outcomes if e_h else None
         (folder / "entry.json").write_text(json.dumps(about, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

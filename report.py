@@ -178,9 +178,7 @@ def final(run) -> None:
     (folder / "accepted.patch").write_text(change)
     print(f"\nfrom h_0 to the accepted harness:\n{change or '(no change)'}")
     print(f"learning curve: {learning_curve(folder)}")
-    print(
-        f"run folder: {folder} (config.json, log.jsonl, rollouts/, archive/, harnesses/, checkpoints/)", flush=True
-    )
+    print(f"run folder: {folder} (config.json, log.jsonl, rollouts/, archive/, harnesses/, checkpoints/)", flush=True)
 
 
 def learning_curve(folder: Path) -> Path:

@@ -97,16 +97,7 @@ class Run:
     def resume(cls, folder: Path) -> "Run":
         """Go on from the newest full state. Raises ValueError in one line for a folder that is no run of this version,
         is in use, or was changed by hand."""
-        for name in ("config.json", "h_0.py"):
-            if not (folder / name).is_file():
-                raise ValueError(f"--resume: expected a run folder, found no {name} in {folder}")
-        about = read_json(folder / "config.json")
-        if (found := about.get("format")) != FORMAT:
-            raise ValueError(
-                f"--resume: expected a run folder of format {FORMAT}, found {found or 'an older one'} in {folder}; "
-                f"go on with the commit that began it: {about.get('versions', {}).get('commit', 'not recorded')}"
-            )
-        check_fields("config.json", about, {"config": dict, "h_0": str, "data": str, "threads": int, "versions": dict})
+        about = read_about(folder)
         lock = journal.lock(folder)
         journal.drop_half_written(folder)
         run = cls(folder, lock, about)
@@ -114,7 +105,7 @@ class Run:
         log, size = folder / "log.jsonl", run.full_state["log_bytes"]
         found = log.stat().st_size if log.exists() else 0
         if found < size:
-            raise ValueError(f"--resume: expected at least {size} bytes in {log}, found {found}")
+            raise ValueError(f"expected at least {size} bytes in {log}, found {found}")
         if found:
             os.truncate(log, size)  # the loop writes the rest again
         for left in (folder / "archive").glob("cycle_*"):
@@ -127,16 +118,16 @@ class Run:
         began, now = self.full_state["config"], self.config
         if changed := sorted(name for name in began.keys() | now if began.get(name) != now.get(name)):
             what = "; ".join(f"{name} was {began.get(name)!r}, is {now.get(name)!r}" for name in changed)
-            raise ValueError(f"--resume: expected the settings that the run began with, found others: {what}")
+            raise ValueError(f"expected the settings that the run began with, found others: {what}")
         h_0 = self.folder / "h_0.py"
         if sha256(h_0.read_text(encoding="utf-8")) != self.about["h_0"]:
-            raise ValueError(f"--resume: expected the harness that the run began with, found {h_0} edited")
+            raise ValueError(f"expected the harness that the run began with, found {h_0} edited")
 
     def go_on_with(self, data: str) -> None:
         """Threads as they were, since sums depend on them; ValueError unless the data are as they were."""
         if data != self.about["data"]:
             where = self.config.get("puzzles") or "the built-in puzzles"
-            raise ValueError(f"--resume: expected the puzzles that the run began with, found others in {where}")
+            raise ValueError(f"expected the puzzles that the run began with, found others in {where}")
         torch.set_num_threads(self.about["threads"])
 
     # Units -----------------------------------------------------------------------------------------------------------
@@ -227,6 +218,26 @@ class Run:
         return self.folder / "checkpoints"
 
 
+def read_about(folder: Path) -> dict:
+    """config.json of a run folder. ValueError, in one line, unless it is one of this version."""
+    for name in ("config.json", "h_0.py"):
+        if not (folder / name).is_file():
+            raise ValueError(f"expected a run folder, found no {name} in {folder}")
+    where = folder / "config.json"
+    try:
+        about = json.loads(where.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {where}, found it damaged: {error}") from error
+    check_fields(where, about, {"config": dict, "versions": dict})
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"expected a run folder of format {FORMAT}, found {about.get('format', 'an older one')} in {folder}; go on "
+            f"with the commit that began it: {about['versions'].get('commit', 'not recorded')}"
+        )
+    check_fields(where, about, {"h_0": str, "data": str, "threads": int})
+    return about
+
+
 def full_states(folder: Path) -> list[tuple[dict, Path]]:
     """(state.json, folder) of every full state that is whole, the newest last."""
     found = []
@@ -239,7 +250,7 @@ def full_states(folder: Path) -> list[tuple[dict, Path]]:
         elif not about:
             print(f"{path.parent}: not whole, going on without it", file=sys.stderr)
     if not found:
-        raise ValueError(f"--resume: expected a full state in {folder / 'checkpoints'}, found none")
+        raise ValueError(f"expected a full state in {folder / 'checkpoints'}, found none")
     return sorted(found, key=lambda pair: (len(pair[0]["state"]["finished"]), pair[0]["trained"]))
 
 
@@ -253,21 +264,14 @@ def read_whole(folder: Path) -> dict | None:
         return None
 
 
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--resume: expected JSON in {path}, found it damaged: {error}") from error
-
-
 def check_fields(where, found, kinds: dict[str, type]) -> None:
     """ValueError, in one line, unless `found` has these fields, each of its type."""
     if not isinstance(found, dict):
-        raise ValueError(f"--resume: expected an object in {where}, found {type(found).__name__}")
+        raise ValueError(f"expected an object in {where}, found {type(found).__name__}")
     for name, kind in kinds.items():
         if not isinstance(found.get(name), kind):
             there = type(found[name]).__name__ if name in found else "nothing"
-            raise ValueError(f"--resume: expected {name} of type {kind.__name__} in {where}, found {there}")
+            raise ValueError(f"expected {name} of type {kind.__name__} in {where}, found {there}")
 
 
 def sha256(text: str) -> str:

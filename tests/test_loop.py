@@ -10,7 +10,7 @@ import pytest
 
 import whale as whale_module
 from config import Config
-from data_types import Artifact, Candidate, StopReason, Task, Trajectory, Turn
+from data_types import Candidate, StopReason, Task, Trajectory, Turn
 from harnesses import check
 from run_folder import Run
 from whale import Fixed, Patience, Sampler, schedule, steps_of, whale
@@ -106,8 +106,7 @@ def play(monkeypatch, tmp_path, cfg: Config, script: Script):
         assert len(B_s) == B
         events.append(("collect", s, named(h)))
         won = script.reward(s)
-        trajectories = [tau(int(i < won)) for i in range(B * G)]
-        return trajectories, [t for t in trajectories if t.reward]
+        return [tau(int(i < won)) for i in range(B * G)]
 
     def ascend(policy, optimizer, S_plus, *rest):
         events.append(("ascend", len([e for e in events if e[0] == "ascend"])))
@@ -118,7 +117,7 @@ def play(monkeypatch, tmp_path, cfg: Config, script: Script):
         before = sum(len(e[2]) for e in events if e[0] == "evaluate" and e[1] == k)
         events.append(("evaluate", k, tuple(map(named, sources))))
         scores = [script.score(k, before + i) for i in range(len(sources))]
-        return [Artifact(s, 0.1, tuple(tau(int(i < s * 8), f"t{i}") for i in range(8))) for s in scores]
+        return [tau(int(i < s * 8), f"t{i}") for s in scores for i in range(8)]
 
     class Proposer:
         def propose(self, archive, M, label):
@@ -130,15 +129,16 @@ def play(monkeypatch, tmp_path, cfg: Config, script: Script):
     class Theta:
         theta = 0
 
-        def weights(self):
-            return self.theta
-
-        def set_weights(self, theta):
-            self.theta = theta
-            weights.append(theta)
-
         def save(self, folder):
             folder.mkdir(parents=True)
+            (folder / "theta").write_text(str(self.theta))
+
+        def restore(self, folder):
+            self.theta = int((folder / "theta").read_text())
+            weights.append(self.theta)
+
+        def plan(self):
+            return {}
 
     monkeypatch.setattr(whale_module.rsft, "collect", collect)
     monkeypatch.setattr(whale_module.rsft, "ascend", ascend)

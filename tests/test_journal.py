@@ -1,0 +1,308 @@
+"""Nothing is lost: killed at any moment a run ends as if it had never stopped, and every rollout can be traced.
+
+WHALE_KILLS=20 WHALE_SEED=1 pytest -s tests/test_journal.py -k kill      # more kills, at moments known again
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from one_move import save_learner, save_puzzles
+
+import replay
+from data_types import Trajectory
+from journal import read_unit
+
+KILLS = int(os.environ.get("WHALE_KILLS", 5))
+SEED = int(os.environ.get("WHALE_SEED", time.time()))
+SETTINGS = ["prompt_limit=4096", "response_limit=24", "n_weight=20", "n_harness=6", "n_test=6", "B=4", "G=4", "E=0.6",
+            "T_min=0.2", "P_w=0.2", "J_min=3", "P_h=1", "eval_steps=2", "harness=", "max_legal=0", "lr=1e-3",
+            "checkpoint_minutes=0.01"]  # fmt: skip
+MEASURED = ("seconds", "row_tokens_per_second", "peak_gib")  # not results
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    model, puzzles = save_learner(folder / "model"), save_puzzles(folder / "puzzles.csv")
+    return ["--model", str(model), "--puzzles", str(puzzles)]
+
+
+def command(*args, settings=()) -> list[str]:
+    return [sys.executable, str(ROOT / "whale.py"), *map(str, args), *(x for s in settings for x in ("--set", s))]
+
+
+def whale(*args, settings=()) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args, settings=settings), capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    """An adaptive run that nothing stopped -> its folder, how many seconds its loop took."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    began = time.monotonic()
+    done = whale("--adaptive", "--cycles", 2, *task, "--out", folder, settings=SETTINGS)
+    assert done.returncode == 0, done.stderr
+    return folder, time.monotonic() - began
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of that run, as a kill in its last phase would have left it."""
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    shutil.rmtree(sorted((folder / "checkpoints").glob("cycle_*"))[-1])
+    return folder
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def without_measurements(value):
+    if isinstance(value, dict):
+        return {k: without_measurements(v) for k, v in value.items() if not k.startswith(MEASURED)}
+    return [without_measurements(item) for item in value] if isinstance(value, list) else value
+
+
+def lines(path: Path) -> list:
+    return [without_measurements(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def files(folder: Path, pattern: str) -> dict[str, Path]:
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob(pattern))}
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert lines(run / "log.jsonl") == lines(whole / "log.jsonl")
+    for kind in ("rollouts", "updates", "proposals", "archive"):
+        mine, theirs = files(run / kind, "*.jsonl"), files(whole / kind, "*.jsonl")
+        assert mine.keys() == theirs.keys()
+        assert all(lines(path) == lines(theirs[name]) for name, path in mine.items())
+    for pattern in ("harness.py", "entry.json", "diff.patch"):
+        mine, theirs = files(run / "archive", pattern), files(whole / "archive", pattern)
+        assert {name: sha256(path) for name, path in mine.items()} == {n: sha256(path) for n, path in theirs.items()}
+    last = max(path.name for path in (whole / "checkpoints").glob("cycle_*"))
+    for name in (last, "best_on_test", "training_selected"):
+        weights = Path("checkpoints") / name / "model.safetensors"
+        assert sha256(run / weights) == sha256(whole / weights), name
+
+
+def test_killed_anywhere_it_ends_as_if_it_had_never_stopped(task, whole, tmp_path):
+    whole, seconds = whole
+    run, rng, moments = tmp_path / "run", random.Random(SEED), []
+    begin = command("--adaptive", "--cycles", 2, *task, "--out", run, settings=SETTINGS)
+    while len(moments) < KILLS:
+        if run.exists() and not (run / "config.json").exists():
+            shutil.rmtree(run)  # killed before there was a run
+        started = (run / "config.json").exists()
+        process = subprocess.Popen(command("--resume", run) if started else begin, stdout=subprocess.PIPE, text=True)
+        if rng.random() < 0.8:  # else somewhere while it loads
+            while not (line := process.stdout.readline()).startswith("run folder:") and line:
+                pass
+        moments.append(round(rng.uniform(0, 2 * seconds / KILLS), 3))
+        time.sleep(moments[-1])
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        units = len(list((run / "rollouts").rglob("*.jsonl"))) if run.exists() else 0
+        print(f"seed {SEED}, kill {len(moments)} after {moments[-1]} s: {units} rollout units there")
+    done = whale("--resume", run)
+    assert done.returncode == 0, done.stderr
+    assert_same(run, whole)
+
+
+def test_steps_are_done_again_from_the_start_where_no_full_state_is_left(whole, copied):
+    """A cut weights file counts as no checkpoint; the stored rollouts and theta_0 give the rest, to the bit."""
+    for folder in (copied / "checkpoints").iterdir():
+        if folder.name != "start":
+            (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    before = {path: path.stat().st_mtime_ns for path in (copied / "rollouts").rglob("*.jsonl")}
+    done = whale("--resume", copied)
+    assert done.returncode == 0, done.stderr
+    assert "not whole" in done.stderr and "equal to the bit" not in done.stderr
+    assert_same(copied, whole[0])
+    assert before == {path: path.stat().st_mtime_ns for path in (copied / "rollouts").rglob("*.jsonl")}
+
+
+def test_two_full_states_are_kept(whole):
+    kept = {path.name for path in (whole[0] / "checkpoints").iterdir()}
+    assert len([name for name in kept if name.startswith("cycle_")]) == 2
+    assert kept >= {"start", "best_on_test", "training_selected"} and not list(whole[0].rglob("*.half"))
+
+
+def test_half_written_things_are_dropped_and_what_is_not_ours_stays(whole, copied):
+    (copied / "rollouts" / "test_000.jsonl.half").write_text('{"task_id": "cut')
+    (copied / "checkpoints" / "cycle_01_weight.half").mkdir()
+    (copied / "checkpoints" / "cycle_01_weight.half" / "model.safetensors").write_bytes(b"cut")
+    (copied / "archive" / "cycle_notes.txt").write_text("a stray file")
+    shutil.rmtree(copied / "harnesses")
+    with open(copied / "log.jsonl", "a") as log:
+        log.write('{"event": "weight_st')
+    done = whale("--resume", copied)
+    assert done.returncode == 0, done.stderr
+    assert_same(copied, whole[0])
+    assert not list(copied.rglob("*.half")) and (copied / "archive" / "cycle_notes.txt").exists()
+
+
+def test_a_second_run_on_the_folder_is_refused(task, tmp_path):
+    run = tmp_path / "run"
+    first = subprocess.Popen(
+        command(*task, "--out", run, settings=SETTINGS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (run / "log.jsonl").exists() and first.poll() is None:
+        time.sleep(0.02)
+    for args in (("--resume", run), ("--out", run, *task)):
+        second = whale(*args)
+        assert second.returncode == 2
+        assert (
+            second.stderr
+            == f"whale.py: expected a run folder that nobody uses, found {run} in use by another process\n"
+        )
+    first.kill()
+    first.communicate()
+
+
+def rewrite(path: Path, change) -> None:
+    stored = json.loads(path.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+
+
+def newest_state(run: Path) -> Path:
+    return max((run / "checkpoints").glob("cycle_*")) / "state.json"
+
+
+CHANGES = {
+    "lr is 0.001, not 0.01": ["--set", "lr=0.01"],
+    "seed is 0, not 3; G is 4, not 2": ["--seed", "3", "--set", "G=2"],
+    "lr was 0.001, is 0.002": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(lr=0.002)),
+    "expected B of type int": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(B="4")),
+    "settings differ in W": lambda run: rewrite(run / "config.json", lambda c: c["config"].pop("W")),
+    "expected config of type dict": lambda run: rewrite(run / "config.json", lambda c: c.pop("config")),
+    "expected an object": lambda run: (run / "config.json").write_text("[]"),
+    "found it damaged": lambda run: (run / "config.json").write_text('{"config'),
+    "of format 2, found an older one": lambda run: rewrite(run / "config.json", lambda c: c.pop("format")),
+    "expected state of type dict": lambda run: rewrite(newest_state(run), lambda s: s.pop("state")),
+    "expected drawn of type int": lambda run: rewrite(newest_state(run), lambda s: s["state"].update(drawn="8")),
+    "found no h_0.py": lambda run: (run / "h_0.py").unlink(),
+    "h_0.py edited": lambda run: (run / "h_0.py").write_text("# another\n"),
+    "bytes in": lambda run: (run / "log.jsonl").write_text(""),
+    "expected a full state": lambda run: shutil.rmtree(run / "checkpoints"),
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_what_changed_is_named_in_one_line(copied, message, capsys):
+    import whale as whale_module
+
+    change = CHANGES[message]
+    if callable(change):
+        change(copied)
+    code = whale_module.main(["--resume", str(copied), *(() if callable(change) else change)])
+    error = capsys.readouterr().err.splitlines()
+    assert code == 2 and len(error) == 1 and message in error[0], error
+
+
+def test_other_puzzles_are_refused(task, tmp_path, copied):
+    config = json.loads((copied / "config.json").read_text())
+    puzzles = Path(config["config"]["puzzles"])
+    text = puzzles.read_text()
+    try:
+        puzzles.write_text("".join(text.splitlines(keepends=True)[:-1]))
+        done = whale("--resume", copied)
+    finally:
+        puzzles.write_text(text)
+    assert done.returncode == 2
+    assert "expected the puzzles that the run began with, found others in" in done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of three megabytes; the tiny model's full state needs one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root and the right to mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(task, whole, small_disk):
+    run = small_disk / "run"
+    full = whale("--adaptive", "--cycles", 2, *task, "--out", run, settings=SETTINGS)
+    assert full.returncode == 1 and len(full.stderr.splitlines()) == 1, full.stderr
+    assert "No space left on device" in full.stderr and f"--resume {run}" in full.stderr
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    read_only = whale("--resume", run)
+    assert read_only.returncode == 2 and len(read_only.stderr.splitlines()) == 1, read_only.stderr
+    assert "Read-only file system" in read_only.stderr
+    subprocess.run(["mount", "-o", "remount,rw,size=64m", str(small_disk)], check=True)
+    done = whale("--resume", run)
+    assert done.returncode == 0, done.stderr
+    assert_same(run, whole[0])
+
+
+def test_a_folder_that_becomes_read_only_stops_the_run_in_one_line(task, small_disk):
+    run = small_disk / "run"
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    process = subprocess.Popen(command("--adaptive", *task, "--out", run, settings=SETTINGS), stderr=subprocess.PIPE,
+                               stdout=subprocess.DEVNULL, text=True)  # fmt: skip
+    while not list((run / "rollouts").glob("*.jsonl")) and process.poll() is None:
+        time.sleep(0.01)
+    while subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True).returncode:
+        assert process.poll() is None  # busy while a file is open for writing
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1 and len(error.splitlines()) == 1, error
+    assert "Read-only file system" in error and f"--resume {run}" in error
+
+
+def test_a_hundred_stored_trajectories_come_again_from_their_seeds(whole, capsys):
+    run, replayed = whole[0], 0
+    for path in sorted((run / "rollouts").rglob("*.jsonl")):
+        stored, about = read_unit(Trajectory, path)
+        if replay.weights_of(run, about["weights"])[0]:
+            assert replay.main([str(run), str(path.relative_to(run / "rollouts"))]) == 0, capsys.readouterr().out
+            replayed += len(stored)
+    print(f"{replayed} trajectories")
+    assert replayed >= 40
+
+
+def test_replay_shows_one_trajectory_token_by_token(whole, capsys):
+    assert replay.main([str(whole[0]), "cycle_00_weight/step_0001.jsonl:3"]) == 0
+    said = capsys.readouterr().out
+    (tau,) = read_unit(Trajectory, whole[0] / "rollouts" / "cycle_00_weight" / "step_0001.jsonl")[0][2:3]
+    assert "the same ids" in said and f"R = {tau.reward}" in said and "<|im_start|>assistant\n>>>" in said
+    table = [line.split() for line in said.splitlines() if line.startswith("     ")]
+    ids = [token for turn in tau.turns for token in turn.sampled_ids]
+    sampled = [logprob for turn in tau.turns for logprob in turn.logprobs]
+    assert [int(line[1]) for line in table] == ids
+    for line, logprob in zip(table, sampled, strict=True):
+        assert float(line[2]) == pytest.approx(logprob, abs=1e-6)
+        assert float(line[3]) == pytest.approx(logprob, abs=1e-4)
+
+
+def test_replay_says_when_the_weights_are_gone_and_shows_ids_alone(whole, capsys):
+    assert replay.main([str(whole[0]), "cycle_00_weight/step_0002.jsonl:1"]) == 0
+    said = capsys.readouterr().out
+    assert "no longer kept" in said and "the same contexts" in said and "mask 1:" in said
+
+
+def test_replay_fails_if_an_id_differs(copied, capsys):
+    unit = copied / "rollouts" / "cycle_00_weight" / "step_0001.jsonl"
+    stored = unit.read_text().splitlines()
+    first = json.loads(stored[0])
+    first["turns"][0]["sampled_ids"][0] += 1
+    unit.write_text("\n".join([json.dumps(first), *stored[1:]]) + "\n")
+    assert replay.main([str(copied), "cycle_00_weight/step_0001.jsonl:1"]) == 1
+    assert "OTHER IDS" in capsys.readouterr().out
+    assert replay.main([str(copied), "cycle_00_weight/step_0001.jsonl:99"]) == 2
+    assert replay.main([str(copied), "cycle_00_weight/step_0099.jsonl"]) == 2
