@@ -30,7 +30,6 @@ from run_folder import read_about, read_whole
 from sampler import Sample
 from whale import digest, load_data, load_policy
 
-
 NOT_KEPT = "no longer kept, nothing is sampled; contexts are rendered again around the stored replies"
 
 

@@ -49,18 +49,22 @@ def whale(*args, settings=()) -> subprocess.CompletedProcess:
 def whole(task, tmp_path_factory):
     """An adaptive run that nothing stopped -> its folder, how many seconds its loop took."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    began = time.monotonic()
     done = whale("--adaptive", "--cycles", 2, *task, "--out", folder, settings=SETTINGS)
     assert done.returncode == 0, done.stderr
-    return folder, time.monotonic() - began
+    return folder, (folder / "log.jsonl").stat().st_mtime - (folder / "config.json").stat().st_mtime
 
 
 @pytest.fixture
 def copied(whole, tmp_path):
     """A copy of that run, as a kill in its last phase would have left it."""
     folder = shutil.copytree(whole[0], tmp_path / "run")
-    shutil.rmtree(sorted((folder / "checkpoints").glob("cycle_*"))[-1])
+    shutil.rmtree(newest(folder))
     return folder
+
+
+def newest(run: Path) -> Path:
+    """The newest full state."""
+    return max((run / "checkpoints").glob("cycle_*"), key=lambda folder: (folder / "state.json").stat().st_mtime_ns)
 
 
 def sha256(path: Path) -> str:
@@ -90,8 +94,7 @@ def assert_same(run: Path, whole: Path) -> None:
     for pattern in ("harness.py", "entry.json", "diff.patch"):
         mine, theirs = files(run / "archive", pattern), files(whole / "archive", pattern)
         assert {name: sha256(path) for name, path in mine.items()} == {n: sha256(path) for n, path in theirs.items()}
-    last = max(path.name for path in (whole / "checkpoints").glob("cycle_*"))
-    for name in (last, "best_on_test", "training_selected"):
+    for name in (newest(whole).name, "best_on_test", "training_selected"):
         weights = Path("checkpoints") / name / "model.safetensors"
         assert sha256(run / weights) == sha256(whole / weights), name
 
@@ -184,14 +187,17 @@ CHANGES = {
     "lr is 0.001, not 0.01": ["--set", "lr=0.01"],
     "seed is 0, not 3; G is 4, not 2": ["--seed", "3", "--set", "G=2"],
     "lr was 0.001, is 0.002": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(lr=0.002)),
-    "expected B of type int": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(B="4")),
-    "settings differ in W": lambda run: rewrite(run / "config.json", lambda c: c["config"].pop("W")),
+    "B was 4, is '4'": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(B="4")),
+    "expected B of type int": lambda run: everywhere(run, lambda c: c["config"].update(B="4")),
+    "settings differ in W": lambda run: everywhere(run, lambda c: c["config"].pop("W")),
     "expected config of type dict": lambda run: rewrite(run / "config.json", lambda c: c.pop("config")),
     "expected an object": lambda run: (run / "config.json").write_text("[]"),
     "found it damaged": lambda run: (run / "config.json").write_text('{"config'),
     "of format 2, found an older one": lambda run: rewrite(run / "config.json", lambda c: c.pop("format")),
-    "expected state of type dict": lambda run: rewrite(newest_state(run), lambda s: s.pop("state")),
-    "expected drawn of type int": lambda run: rewrite(newest_state(run), lambda s: s["state"].update(drawn="8")),
+    "expected state of type dict": lambda run: rewrite(newest(run) / "state.json", lambda s: s.pop("state")),
+    "expected drawn of type int": lambda run: rewrite(
+        newest(run) / "state.json", lambda s: s["state"].update(drawn="8")
+    ),
     "found no h_0.py": lambda run: (run / "h_0.py").unlink(),
     "h_0.py edited": lambda run: (run / "h_0.py").write_text("# another\n"),
     "bytes in": lambda run: (run / "log.jsonl").write_text(""),
