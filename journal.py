@@ -68,7 +68,7 @@ def trajectory(line: dict) -> Trajectory:
 
 def lock(folder: Path):
     """Hold this folder for as long as the returned file is open, or the process lives. ValueError if another does."""
-    file = open(folder / "lock", "a")
+    file = open(os.open(folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -125,10 +125,13 @@ class Policy:
         beside them the adapters, since a merged weight does not give its two parts back."""
         if self.lora:
             self._refresh_actor()
-        (self.actor if self.lora else self.model).save_pretrained(folder)
+        try:
+            (self.actor if self.lora else self.model).save_pretrained(folder)
+            if self.lora:
+                save_file(self.weights(), folder / ADAPTERS)
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{folder}: {error}") from error
         self.tokenizer.save_pretrained(folder)
-        if self.lora:
-            save_file(self.weights(), folder / ADAPTERS)
 
     def restore(self, folder: Path) -> None:
         """theta of a folder that `save` wrote. Adapters go onto the model that they were trained on."""

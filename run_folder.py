@@ -208,7 +208,7 @@ class Run:
         shutil.rmtree(half, ignore_errors=True)
         policy.save(half)
         if optimizer:
-            torch.save(optimizer.state_dict(), half / "optimizer.pt")
+            save_optimizer(optimizer, half / "optimizer.pt")
         files = {path.name: path.stat().st_size for path in half.iterdir()}
         (half / "state.json").write_text(dumps({**about, "files": files}))
         journal.settle(half, self.checkpoints / name)
@@ -236,6 +236,14 @@ def read_about(folder: Path) -> dict:
         )
     check_fields(where, about, {"h_0": str, "data": str, "threads": int})
     return about
+
+
+def save_optimizer(optimizer, path: Path) -> None:
+    with open(path, "wb") as file:
+        try:
+            torch.save(optimizer.state_dict(), file)
+        except RuntimeError as error:  # hides what the disk said
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def full_states(folder: Path) -> list[tuple[dict, Path]]:

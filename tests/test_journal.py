@@ -162,13 +162,11 @@ def test_a_second_run_on_the_folder_is_refused(task, tmp_path):
     )
     while not (run / "log.jsonl").exists() and first.poll() is None:
         time.sleep(0.02)
-    for args in (("--resume", run), ("--out", run, *task)):
+    for args in (("--resume", run), ("--out", run, *task, "--set", "max_legal=0")):
         second = whale(*args)
         assert second.returncode == 2
-        assert (
-            second.stderr
-            == f"whale.py: expected a run folder that nobody uses, found {run} in use by another process\n"
-        )
+        error = f"whale.py: expected a run folder that nobody uses, found {run} in use by another process\n"
+        assert second.stderr == error
     first.kill()
     first.communicate()
 
@@ -179,8 +177,14 @@ def rewrite(path: Path, change) -> None:
     path.write_text(json.dumps(stored))
 
 
-def newest_state(run: Path) -> Path:
-    return max((run / "checkpoints").glob("cycle_*")) / "state.json"
+def everywhere(run: Path, change) -> None:
+    """As an older version would have written it."""
+    for path in (run / "config.json", *run.glob("checkpoints/*/state.json")):
+        rewrite(path, lambda stored: change(stored) if "config" in stored else None)
+
+
+def in_newest(run: Path, change) -> None:
+    rewrite(newest(run) / "state.json", change)
 
 
 CHANGES = {
@@ -194,10 +198,8 @@ CHANGES = {
     "expected an object": lambda run: (run / "config.json").write_text("[]"),
     "found it damaged": lambda run: (run / "config.json").write_text('{"config'),
     "of format 2, found an older one": lambda run: rewrite(run / "config.json", lambda c: c.pop("format")),
-    "expected state of type dict": lambda run: rewrite(newest(run) / "state.json", lambda s: s.pop("state")),
-    "expected drawn of type int": lambda run: rewrite(
-        newest(run) / "state.json", lambda s: s["state"].update(drawn="8")
-    ),
+    "expected state of type dict": lambda run: in_newest(run, lambda s: s.pop("state")),
+    "expected drawn of type int": lambda run: in_newest(run, lambda s: s["state"].update(drawn="8")),
     "found no h_0.py": lambda run: (run / "h_0.py").unlink(),
     "h_0.py edited": lambda run: (run / "h_0.py").write_text("# another\n"),
     "bytes in": lambda run: (run / "log.jsonl").write_text(""),
