@@ -18,7 +18,9 @@ import pytest
 from conftest import ROOT
 from one_move import save_learner, save_puzzles
 
+import journal
 import replay
+import whale as whale_module
 from data_types import Trajectory
 from journal import read_unit
 
@@ -155,20 +157,14 @@ def test_half_written_things_are_dropped_and_what_is_not_ours_stays(whole, copie
     assert not list(copied.rglob("*.half")) and (copied / "archive" / "cycle_notes.txt").exists()
 
 
-def test_a_second_run_on_the_folder_is_refused(task, tmp_path):
-    run = tmp_path / "run"
-    first = subprocess.Popen(
-        command(*task, "--out", run, settings=SETTINGS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while not (run / "log.jsonl").exists() and first.poll() is None:
-        time.sleep(0.02)
-    for args in (("--resume", run), ("--out", run, *task, "--set", "max_legal=0")):
-        second = whale(*args)
-        assert second.returncode == 2
-        error = f"whale.py: expected a run folder that nobody uses, found {run} in use by another process\n"
-        assert second.stderr == error
-    first.kill()
-    first.communicate()
+def test_a_second_run_on_the_folder_is_refused(copied, task, capsys):
+    held = journal.lock(copied)
+    for args in (["--resume", copied], ["--out", copied, *task, "--set", "max_legal=0"]):
+        assert whale_module.main(list(map(str, args))) == 2
+        error = f"whale.py: expected a run folder that nobody uses, found {copied} in use by another process\n"
+        assert capsys.readouterr().err.endswith(error)
+    held.close()
+    assert whale_module.main(["--resume", str(copied)]) == 0
 
 
 def rewrite(path: Path, change) -> None:
@@ -209,8 +205,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_what_changed_is_named_in_one_line(copied, message, capsys):
-    import whale as whale_module
-
     change = CHANGES[message]
     if callable(change):
         change(copied)

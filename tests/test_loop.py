@@ -1,5 +1,6 @@
 """whale() against a literal transcription of Algorithms 1 and 2, with rewards and scores from a script."""
 
+import json
 import math
 import random
 from fractions import Fraction
@@ -228,3 +229,22 @@ def test_the_sampler_is_one_stream_without_repeats_inside_an_epoch():
     assert flat[:10] != flat[10:20]
     again = Sampler(tasks, seed=5, drawn=18)
     assert [again.next(6), again.next(6)] == drawn[3:]
+
+
+def test_five_spans_of_0_6_epochs_see_each_of_ten_examples_three_times():
+    sampler, n = Sampler(list(range(10)), seed=1), steps_of(Fraction("0.6"), 10, 1)
+    spans = [[sampler.next(1)[0] for _ in range(n)] for _ in range(5)]
+    flat = [example for span in spans for example in span]
+    assert all(flat.count(example) == 3 for example in range(10))
+    assert flat == Sampler(list(range(10)), seed=1).next(30)  # a span begins where the one before ended
+    for epochs, cycles, examples in (("0.6", 9, 54), ("0.2", 8, 16)):  # floats lose one of them
+        assert cycles * steps_of(Fraction(epochs), 10, 1) == examples
+
+
+def test_a_step_that_accepts_nothing_is_logged_and_the_sampler_goes_on(monkeypatch, tmp_path):
+    script = Script(0)
+    script.reward = lambda s: 0
+    _, state, _ = play(monkeypatch, tmp_path, config(method="weight-only"), script)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [step["accepted"] for step in steps] == [0] * 4 and state.drawn == 4 * B
+    assert all(step["optimizer_steps"] == 0 and step["objective"] is None for step in steps)
