@@ -23,6 +23,7 @@ import replay
 import whale as whale_module
 from data_types import Trajectory
 from journal import read_unit
+from run_folder import Run
 
 KILLS = int(os.environ.get("WHALE_KILLS", 5))
 SEED = int(os.environ.get("WHALE_SEED", time.time()))
@@ -96,9 +97,10 @@ def assert_same(run: Path, whole: Path) -> None:
     for pattern in ("harness.py", "entry.json", "diff.patch"):
         mine, theirs = files(run / "archive", pattern), files(whole / "archive", pattern)
         assert {name: sha256(path) for name, path in mine.items()} == {n: sha256(path) for n, path in theirs.items()}
-    for name in (newest(whole).name, "best_on_test", "training_selected"):
-        weights = Path("checkpoints") / name / "model.safetensors"
-        assert sha256(run / weights) == sha256(whole / weights), name
+    for name in (newest(whole).name, "best_on_test", "training_selected", "stagewise_best"):
+        mine, theirs = (folder / "checkpoints" / name / "model.safetensors" for folder in (run, whole))
+        assert mine.exists() == theirs.exists(), name  # theta_0 needs no copy
+        assert not mine.exists() or sha256(mine) == sha256(theirs), name
 
 
 def test_killed_anywhere_it_ends_as_if_it_had_never_stopped(task, whole, tmp_path):
@@ -135,6 +137,22 @@ def test_steps_are_done_again_from_the_start_where_no_full_state_is_left(whole, 
     assert "not whole" in done.stderr and "equal to the bit" not in done.stderr
     assert_same(copied, whole[0])
     assert before == {path: path.stat().st_mtime_ns for path in (copied / "rollouts").rglob("*.jsonl")}
+
+
+def test_stagewise_comes_back_to_its_best_weights_after_a_kill(task, tmp_path, monkeypatch, capsys):
+    """Stopped where the best weights are restored and measured, but not yet saved as the phase's end."""
+    changes = ["--set", "E_total=1", "--set", "I_total=1", "--set", "checkpoint_minutes=0", "--set", "lr=3e-3"]
+    args = ["--method", "stagewise", *task, *(x for s in SETTINGS[:-2] for x in ("--set", s)), *changes]
+    assert whale_module.main([*args, "--out", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish_phase", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert whale_module.main([*args, "--out", str(tmp_path / "run")]) == 130
+    assert whale_module.main(["--resume", str(tmp_path / "run")]) == 0
+    assert_same(tmp_path / "run", tmp_path / "whole")
+    steps = [event for event in lines(tmp_path / "whole" / "log.jsonl") if event["event"] == "weight_step"]
+    best = max(steps, key=lambda step: step["r_bar"])["s"]
+    _, about = read_unit(Trajectory, tmp_path / "whole" / "rollouts" / "cycle_01_harness" / "search_00.jsonl")
+    assert about["weights"] == best < len(steps)
 
 
 def test_two_full_states_are_kept(whole):
