@@ -17,11 +17,12 @@ from data_types import StopReason, Trajectory, Turn
 HALF = ".half"
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, *texts: str) -> None:
     """Replace a file at once; it is on the disk, not in a cache, when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + HALF)
-    half.write_text(text, encoding="utf-8")
+    with half.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(texts)
     settle(half, path)
 
 
@@ -50,13 +51,17 @@ def drop_half_written(folder: Path) -> None:
 
 
 def write_unit(path: Path, records: Sequence, about: dict) -> None:
-    lines = [json.dumps(vars(record), default=vars, allow_nan=False) for record in records]
-    write(path, "".join(line + "\n" for line in (*lines, json.dumps({"records": len(lines), **about}))))
+    write(path, *map(line_of, records), json.dumps({"records": len(records), **about}, allow_nan=False) + "\n")
+
+
+def line_of(record) -> str:
+    return json.dumps(vars(record), default=vars, allow_nan=False) + "\n"
 
 
 def read_unit(kind: type, path: Path) -> tuple[list, dict]:
     """-> records of this kind, equal to those that were written; the line about them."""
-    *lines, about = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    with path.open(encoding="utf-8") as file:
+        *lines, about = map(json.loads, file)
     return [trajectory(line) if kind is Trajectory else kind(**line) for line in lines], about
 
 

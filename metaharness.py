@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import journal
 from data_types import Artifact, Candidate, Task, Trajectory
 from harnesses import check
 from rollout import Limits, plans, rollout
@@ -113,19 +114,17 @@ class Archive:
 
     def _write(self, entry: Entry, e_h: Artifact | None) -> None:
         folder = self.folder / entry.id
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "harness.py").write_text(entry.source, encoding="utf-8", errors="backslashreplace")
+        journal.write(folder / "harness.py", entry.source)
         parent = next((e.source for e in self.entries if e.id == entry.parent), None)
         if parent is not None:
             change = diff(parent, entry.source, entry.parent, entry.id)
-            (folder / "diff.patch").write_text(change, encoding="utf-8", errors="backslashreplace")
+            journal.write(folder / "diff.patch", change)
         if e_h is not None:
-            lines = [json.dumps(vars(tau), default=vars, allow_nan=False) for tau in e_h.trajectories]
-            (folder / "trajectories.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            journal.write(folder / "trajectories.jsonl", *map(journal.line_of, e_h.trajectories))
         about = {key: value for key, value in asdict(entry).items() if key != "source"}
         about = {key: None if value != value else value for key, value in about.items()}  # JSON has no NaN
         about["outcomes"] = e_h.outcomes if e_h else None
-        (folder / "entry.json").write_text(json.dumps(about, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        journal.write(folder / "entry.json", json.dumps(about, indent=1, allow_nan=False) + "\n")
 
 
 def paired(e_h: Artifact, incumbent: Artifact) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -46,7 +46,7 @@ class State:
     searched: int = 0  # harness-search iterations so far
     rollouts: dict[str, int] = field(default_factory=counts)
     tokens: dict[str, int] = field(default_factory=counts)  # sampled
-    seconds: dict[str, float] = field(default_factory=lambda: {**counts(), "updates": 0, "proposals": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys([*counts(), "updates", "proposals"], 0.0))
     pairs: list[dict] = field(default_factory=list)  # every measured (theta, h)
     finished: list[str] = field(default_factory=list)  # phases, as "0.weight"
 
@@ -72,7 +72,7 @@ class Run:
         self.folder, self.lock, self.about, self.config = folder, lock, about, about["config"]
         self.full_state, newest = full_states(folder)[-1]
         self.last_checkpoint = newest if self.full_state["files"] else None  # None: theta is that of --model
-        self.state = State(**copy.deepcopy(self.full_state["state"]))
+        self.state = State(**{f.name: copy.deepcopy(self.full_state["state"][f.name]) for f in fields(State)})
         self.trained = self.full_state["trained"]  # rollout steps that theta has been through; the loop may be behind
         self.saved = time.monotonic()
 
@@ -85,7 +85,7 @@ class Run:
         about = {"format": FORMAT, "config": config, "h_0": sha256(h_0), "data": data}
         about |= {"threads": torch.get_num_threads(), "versions": versions()}
         about = json.loads(json.dumps(about, default=str, allow_nan=False))
-        state = {"state": asdict(State(h_0)), "config": about["config"], "trained": 0, "weights": 0, "log_bytes": 0}
+        state = {"state": asdict(State(h_0)), "began": about, "trained": 0, "weights": 0, "log_bytes": 0}
         journal.write(folder / "h_0.py", h_0)
         journal.write(folder / "checkpoints" / "start" / "state.json", dumps({**state, "plan": None, "files": {}}))
         journal.write(folder / "config.json", dumps(about))
@@ -95,40 +95,37 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path) -> "Run":
-        """Go on from the newest full state. Raises ValueError in one line for a folder that is no run of this version,
-        is in use, or was changed by hand."""
+        """A run to go on with from its newest full state; nothing in the folder is changed yet. Raises ValueError in
+        one line for a folder that is no run of this version, is in use, or was changed by hand."""
         about = read_about(folder)
-        lock = journal.lock(folder)
-        journal.drop_half_written(folder)
-        run = cls(folder, lock, about)
-        run.refuse_changes()
-        log, size = folder / "log.jsonl", run.full_state["log_bytes"]
-        found = log.stat().st_size if log.exists() else 0
-        if found < size:
-            raise ValueError(f"expected at least {size} bytes in {log}, found {found}")
-        if found:
-            os.truncate(log, size)  # the loop writes the rest again
-        for left in (folder / "archive").glob("cycle_*"):
-            if left.is_dir() and left.name not in map(phase_folder, run.state.finished):
-                shutil.rmtree(left)
-        return run
-
-    def refuse_changes(self) -> None:
-        """ValueError unless config.json and h_0.py are as they were."""
-        began, now = self.full_state["config"], self.config
+        run = cls(folder, journal.lock(folder), about)
+        began, now = ({**stored, **stored["config"], "config": None} for stored in (run.full_state["began"], about))
         if changed := sorted(name for name in began.keys() | now if began.get(name) != now.get(name)):
             what = "; ".join(f"{name} was {began.get(name)!r}, is {now.get(name)!r}" for name in changed)
             raise ValueError(f"expected the settings that the run began with, found others: {what}")
-        h_0 = self.folder / "h_0.py"
-        if sha256(h_0.read_text(encoding="utf-8")) != self.about["h_0"]:
-            raise ValueError(f"expected the harness that the run began with, found {h_0} edited")
+        if sha256((folder / "h_0.py").read_text(encoding="utf-8")) != about["h_0"]:
+            raise ValueError(f"expected the harness that the run began with, found {folder / 'h_0.py'} edited")
+        if (found := run.log_bytes()) < (size := run.full_state["log_bytes"]):
+            raise ValueError(f"expected at least {size} bytes in {folder / 'log.jsonl'}, found {found}")
+        return run
 
-    def go_on_with(self, data: str) -> None:
-        """Threads as they were, since sums depend on them; ValueError unless the data are as they were."""
+    def rewind(self, data: str) -> None:
+        """Back to the start of the full state's phase: drop half-written things, and what the loop writes again. With
+        the threads of the first time, since sums depend on them; ValueError unless the data are those of the first."""
         if data != self.about["data"]:
-            where = self.config.get("puzzles") or "the built-in puzzles"
+            where = self.config["puzzles"] or "the built-in puzzles"
             raise ValueError(f"expected the puzzles that the run began with, found others in {where}")
         torch.set_num_threads(self.about["threads"])
+        journal.drop_half_written(self.folder)
+        if self.log_bytes():
+            os.truncate(self.folder / "log.jsonl", self.full_state["log_bytes"])
+        for left in (self.folder / "archive").glob("cycle_*"):
+            if left.is_dir() and left.name not in map(phase_folder, self.state.finished):
+                shutil.rmtree(left)
+
+    def log_bytes(self) -> int:
+        log = self.folder / "log.jsonl"
+        return log.stat().st_size if log.exists() else 0
 
     # Units -----------------------------------------------------------------------------------------------------------
 
@@ -179,7 +176,7 @@ class Run:
     def finish_phase(self, phase: str, policy, optimizer) -> None:
         self.state.finished.append(phase)
         journal.sync(self.folder / "log.jsonl")
-        self.full_state |= {"state": asdict(self.state), "log_bytes": (self.folder / "log.jsonl").stat().st_size}
+        self.full_state |= {"state": asdict(self.state), "log_bytes": self.log_bytes()}
         self._save_full_state(phase_folder(phase), policy, optimizer)
 
     def checkpoint(self, phase: str, policy, optimizer, minutes: float) -> None:
@@ -228,13 +225,13 @@ def read_about(folder: Path) -> dict:
         about = json.loads(where.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"expected JSON in {where}, found it damaged: {error}") from error
-    check_fields(where, about, {"config": dict, "versions": dict})
+    check_fields(where, about, {"config": {}, "versions": {}})
     if about.get("format") != FORMAT:
         raise ValueError(
             f"expected a run folder of format {FORMAT}, found {about.get('format', 'an older one')} in {folder}; go on "
             f"with the commit that began it: {about['versions'].get('commit', 'not recorded')}"
         )
-    check_fields(where, about, {"h_0": str, "data": str, "threads": int})
+    check_fields(where, about, {"h_0": "", "data": "", "threads": 1})
     return about
 
 
@@ -247,13 +244,16 @@ def save_optimizer(optimizer, path: Path) -> None:
 
 
 def full_states(folder: Path) -> list[tuple[dict, Path]]:
-    """(state.json, folder) of every full state that is whole, the newest last."""
+    """(state.json, folder) of every full state that is whole, the newest last. Their names begin with cycle_, but for
+    the one of theta_0, whose weights are those of --model."""
     found = []
+    like = {"state": asdict(State("")), "began": {"config": {}}, "trained": 0, "weights": 0, "log_bytes": 0}
     for path in (folder / "checkpoints").glob("*/state.json"):
+        if path.parent.suffix == journal.HALF:
+            continue
         about = read_whole(path.parent)
-        if about and "trained" in about:
-            check_fields(path, about, {"state": dict, "config": dict, "trained": int, "weights": int, "log_bytes": int})
-            check_fields(path, about["state"], {name: type(value) for name, value in asdict(State("")).items()})
+        if about and (path.parent.name == "start" or path.parent.name.startswith("cycle_")):
+            check_fields(path, about, like)
             found.append((about, path.parent))
         elif not about:
             print(f"{path.parent}: not whole, going on without it", file=sys.stderr)
@@ -266,20 +266,22 @@ def read_whole(folder: Path) -> dict | None:
     """state.json of a checkpoint; None where a file of it is damaged or cut."""
     try:
         about = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        check_fields(folder / "state.json", about, {"files": dict})
+        check_fields(folder / "state.json", about, {"files": {}})
         return about if all((folder / name).stat().st_size == size for name, size in about["files"].items()) else None
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         return None
 
 
-def check_fields(where, found, kinds: dict[str, type]) -> None:
-    """ValueError, in one line, unless `found` has these fields, each of its type."""
+def check_fields(where, found, like: dict) -> None:
+    """ValueError, in one line, unless `found` has the fields of `like`, each of the same type, all the way down."""
     if not isinstance(found, dict):
         raise ValueError(f"expected an object in {where}, found {type(found).__name__}")
-    for name, kind in kinds.items():
-        if not isinstance(found.get(name), kind):
+    for name, value in like.items():
+        if type(found.get(name)) is not type(value):
             there = type(found[name]).__name__ if name in found else "nothing"
-            raise ValueError(f"expected {name} of type {kind.__name__} in {where}, found {there}")
+            raise ValueError(f"expected {name} of type {type(value).__name__} in {where}, found {there}")
+        if isinstance(value, dict):
+            check_fields(f"{name} of {where}", found[name], value)
 
 
 def sha256(text: str) -> str:

@@ -166,12 +166,13 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
 
         if harness_stop and state.is_due(f"{k}.harness", budget):  # Eq. 4: HarnessSearch
             archive, j = Archive(run.archive(f"{k}.harness")), 0                            # A1 l.9     A2 l.13
+            unit = f"cycle_{k:02d}_harness/search_{{:02d}}".format
             C_j = [Candidate(state.h, "incumbent", "h_init of this phase", None)]           # A1 l.8     A2 l.12
             while True:                                                                     # A1 l.9     A2 l.14
-                unit, fresh = f"cycle_{k:02d}_harness/search_{j:02d}", admit(archive, C_j) if j else C_j
+                fresh = admit(archive, C_j) if j else C_j
                 sources = run.keep_harnesses([candidate.source for candidate in fresh])
                 with report.progress(len(fresh) * len(data.harness), f"cycle {k} search {j}") as bar:
-                    trajectories, sampled = run.once(Trajectory, unit, metaharness.evaluate,
+                    trajectories, sampled = run.once(Trajectory, unit(j), metaharness.evaluate,
                         policy, host, domain, sources, data.harness, limits, cfg.seed, "harness", k, progress=bar)
                 E_j = metaharness.artifacts(trajectories, len(data.harness))                # A1 l.11    A2 l.13, 16
                 for candidate, e_h in zip(fresh, E_j, strict=True):
@@ -185,8 +186,8 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
                 if stop:
                     break
                 j, state.searched = j + 1, state.searched + 1                               #            A2 l.15
-                C_j, proposed = run.once(Candidate, f"cycle_{k:02d}_harness/search_{j:02d}",
-                    proposer.propose, archive, cfg.M, f"{k}.{j}")                           # A1 l.10    A2 l.15
+                C_j, proposed = run.once(                                                   # A1 l.10    A2 l.15
+                    Candidate, unit(j), proposer.propose, archive, cfg.M, f"{k}.{j}")
                 state.seconds["proposals"] += proposed["seconds"]
             run.finish_phase(f"{k}.harness", policy, optimizer)                             # A1 l.15    A2 l.22
     report.final(run)                                                                       # A1 l.17    A2 l.24
@@ -331,7 +332,7 @@ def prepare(args: argparse.Namespace):
     if args.dry_run:
         return dry_run(cfg, data)
     if run:
-        run.go_on_with(digest(data))
+        run.rewind(digest(data))
     policy, optimizer = load_theta(cfg, run)
     if not run:
         folder = args.out or Path("runs") / f"{cfg.domain}-{cfg.method}-{time.strftime('%Y%m%d-%H%M%S')}"

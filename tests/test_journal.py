@@ -103,26 +103,33 @@ def assert_same(run: Path, whole: Path) -> None:
         assert not mine.exists() or sha256(mine) == sha256(theirs), name
 
 
+def units(run: Path) -> int:
+    return sum(len(list((run / kind).rglob("*.jsonl"))) for kind in ("rollouts", "updates", "proposals"))
+
+
 def test_killed_anywhere_it_ends_as_if_it_had_never_stopped(task, whole, tmp_path):
+    """Each kill comes a random time after a random number of units is there; a resume may be lent fewer threads."""
     whole, seconds = whole
-    run, rng, moments = tmp_path / "run", random.Random(SEED), []
+    run, rng, total = tmp_path / "run", random.Random(SEED), units(whole)
     begin = command("--adaptive", "--cycles", 2, *task, "--out", run, settings=SETTINGS)
-    while len(moments) < KILLS:
+    for kill, place in enumerate(sorted(rng.uniform(0, total) for _ in range(KILLS)), start=1):
         if run.exists() and not (run / "config.json").exists():
             shutil.rmtree(run)  # killed before there was a run
-        started = (run / "config.json").exists()
-        process = subprocess.Popen(command("--resume", run) if started else begin, stdout=subprocess.PIPE, text=True)
-        if rng.random() < 0.8:  # else somewhere while it loads
-            while not (line := process.stdout.readline()).startswith("run folder:") and line:
-                pass
-        moments.append(round(rng.uniform(0, 2 * seconds / KILLS), 3))
-        time.sleep(moments[-1])
+        resumes = (run / "config.json").exists()
+        threads = {"OMP_NUM_THREADS": str(rng.choice([1, 2]))} if resumes else {}
+        process = subprocess.Popen(command("--resume", run) if resumes else begin, stdout=subprocess.DEVNULL,
+                                   env={**os.environ, **threads})  # fmt: skip
+        while units(run) < int(place):
+            assert process.poll() is None, f"ended before {place} of {total} units"
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 2 * seconds / total))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        units = len(list((run / "rollouts").rglob("*.jsonl"))) if run.exists() else 0
-        print(f"seed {SEED}, kill {len(moments)} after {moments[-1]} s: {units} rollout units there")
+        half = [path.name for path in run.rglob("*.half")] if run.exists() else []
+        print(f"seed {SEED}, kill {kill} at {place:.1f} of {total} units: {units(run)} there, half-written: {half}")
     done = whale("--resume", run)
     assert done.returncode == 0, done.stderr
+    assert "equal to the bit" not in done.stderr
     assert_same(run, whole)
 
 
@@ -194,7 +201,9 @@ def rewrite(path: Path, change) -> None:
 def everywhere(run: Path, change) -> None:
     """As an older version would have written it."""
     for path in (run / "config.json", *run.glob("checkpoints/*/state.json")):
-        rewrite(path, lambda stored: change(stored) if "config" in stored else None)
+        rewrite(
+            path, lambda stored: change(stored.get("began", stored)) if {"began", "format"} & stored.keys() else None
+        )
 
 
 def in_newest(run: Path, change) -> None:
@@ -206,6 +215,7 @@ CHANGES = {
     "seed is 0, not 3; G is 4, not 2": ["--seed", "3", "--set", "G=2"],
     "lr was 0.001, is 0.002": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(lr=0.002)),
     "B was 4, is '4'": lambda run: rewrite(run / "config.json", lambda c: c["config"].update(B="4")),
+    "threads was": lambda run: rewrite(run / "config.json", lambda c: c.update(threads=c["threads"] + 1)),
     "expected B of type int": lambda run: everywhere(run, lambda c: c["config"].update(B="4")),
     "settings differ in W": lambda run: everywhere(run, lambda c: c["config"].pop("W")),
     "expected config of type dict": lambda run: rewrite(run / "config.json", lambda c: c.pop("config")),
@@ -213,6 +223,7 @@ CHANGES = {
     "found it damaged": lambda run: (run / "config.json").write_text('{"config'),
     "of format 2, found an older one": lambda run: rewrite(run / "config.json", lambda c: c.pop("format")),
     "expected state of type dict": lambda run: in_newest(run, lambda s: s.pop("state")),
+    "expected train of type int": lambda run: in_newest(run, lambda s: s["state"]["rollouts"].pop("train")),
     "expected drawn of type int": lambda run: in_newest(run, lambda s: s["state"].update(drawn="8")),
     "found no h_0.py": lambda run: (run / "h_0.py").unlink(),
     "h_0.py edited": lambda run: (run / "h_0.py").write_text("# another\n"),
