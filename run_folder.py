@@ -116,6 +116,9 @@ class Run:
             where = self.config["puzzles"] or "the built-in puzzles"
             raise ValueError(f"expected the puzzles that the run began with, found others in {where}")
         torch.set_num_threads(self.about["threads"])
+        then, now = self.about["versions"], versions()
+        if changed := [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]:
+            print(f"going on with other versions: {', '.join(changed)}", flush=True)
         journal.drop_half_written(self.folder)
         if self.log_bytes():
             os.truncate(self.folder / "log.jsonl", self.full_state["log_bytes"])

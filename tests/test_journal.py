@@ -21,15 +21,15 @@ from one_move import save_learner, save_puzzles
 import journal
 import replay
 import whale as whale_module
-from data_types import Trajectory
+from data_types import StopReason, Trajectory, Turn
 from journal import read_unit
 from run_folder import Run
 
 KILLS = int(os.environ.get("WHALE_KILLS", 5))
 SEED = int(os.environ.get("WHALE_SEED", time.time()))
-SETTINGS = ["prompt_limit=4096", "response_limit=24", "n_weight=20", "n_harness=6", "n_test=6", "B=4", "G=4", "E=0.6",
+SETTINGS = ["prompt_limit=4096", "response_limit=200", "n_weight=20", "n_harness=6", "n_test=6", "B=4", "G=4", "E=0.6",
             "T_min=0.2", "P_w=0.2", "J_min=3", "P_h=1", "eval_steps=2", "harness=", "max_legal=0", "lr=1e-3",
-            "checkpoint_minutes=0.01"]  # fmt: skip
+            "test_samples=8", "checkpoint_minutes=0.01"]  # fmt: skip
 MEASURED = ("seconds", "row_tokens_per_second", "peak_gib")  # not results
 
 
@@ -149,7 +149,7 @@ def test_steps_are_done_again_from_the_start_where_no_full_state_is_left(whole, 
 def test_stagewise_comes_back_to_its_best_weights_after_a_kill(task, tmp_path, monkeypatch, capsys):
     """Stopped where the best weights are restored and measured, but not yet saved as the phase's end."""
     changes = ["--set", "E_total=1", "--set", "I_total=1", "--set", "checkpoint_minutes=0", "--set", "lr=3e-3"]
-    args = ["--method", "stagewise", *task, *(x for s in SETTINGS[:-2] for x in ("--set", s)), *changes]
+    args = ["--method", "stagewise", *task, *(x for s in SETTINGS for x in ("--set", s)), *changes]
     assert whale_module.main([*args, "--out", str(tmp_path / "whole")]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(Run, "finish_phase", lambda *_: signal.raise_signal(signal.SIGINT))
@@ -296,15 +296,25 @@ def test_a_folder_that_becomes_read_only_stops_the_run_in_one_line(task, small_d
     assert "Read-only file system" in error and f"--resume {run}" in error
 
 
+def test_a_trajectory_comes_back_from_its_unit_as_it_was(tmp_path):
+    turn = Turn((1, 2), (3,), (-0.1,), "a\u2028b", "stop", "context")
+    behaviour = {"legal": True, "moves": ["e2e4"], "of": {"illegal": 0}}
+    tau = Trajectory("t", "test", 1, 2**63 - 1, 1, StopReason.DONE, (turn, turn), 3, behaviour, "why", 0.1 + 0.2, "h")
+    journal.write_unit(tmp_path / "unit", [tau, tau], {"seconds": 1.0})
+    (again, _), about = read_unit(Trajectory, tmp_path / "unit")
+    assert again == tau and type(again.stop) is StopReason and hash(again.turns) == hash(tau.turns)
+    assert about == {"records": 2, "seconds": 1.0}
+
+
 def test_a_hundred_stored_trajectories_come_again_from_their_seeds(whole, capsys):
-    run, replayed = whole[0], 0
+    run, replayed, turns = whole[0], 0, 0
     for path in sorted((run / "rollouts").rglob("*.jsonl")):
         stored, about = read_unit(Trajectory, path)
         if replay.weights_of(run, about["weights"])[0]:
             assert replay.main([str(run), str(path.relative_to(run / "rollouts"))]) == 0, capsys.readouterr().out
-            replayed += len(stored)
-    print(f"{replayed} trajectories")
-    assert replayed >= 40
+            replayed, turns = replayed + len(stored), turns + sum(len(tau.turns) > 1 for tau in stored)
+    print(f"{replayed} trajectories, {turns} of them with more than one turn")
+    assert replayed >= 100 and turns
 
 
 def test_replay_shows_one_trajectory_token_by_token(whole, capsys):
