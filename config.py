@@ -61,6 +61,7 @@ class Config:
     sampler: str = "slots"  # or plain: Hugging Face generate as it is
     micro_tokens: int = 16384  # padded tokens of one forward and backward pass
     lora: int = 0  # rank of the adapters that are trained instead of all weights; 0: all weights
+    checkpoint_minutes: float = 5.0  # full states inside a weight phase; 0: after every rollout step
 
 
 PRESETS = {
@@ -84,28 +85,34 @@ PRESETS = {
 
 def build_config(args: argparse.Namespace) -> Config:
     """The preset, then the settings with a flag of their own, then --set for others. Raises ValueError in one line."""
+    given = chosen(args)
+    cfg = Config(**{"domain": "chess", **PRESETS[given.get("preset", "smoke")], **given})
+    validate(cfg)
+    return cfg
+
+
+def chosen(args: argparse.Namespace) -> dict:
+    """The settings that the command line gives, those with a flag of their own and those of --set."""
+    given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
     for flag, known in (("domain", DOMAINS), ("method", METHODS), ("preset", PRESETS), ("proposer", PROPOSERS)):
-        if getattr(args, flag) not in known:
-            raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {getattr(args, flag)!r}")
-    named = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
-    types, chosen = {key: kind for key, kind in get_type_hints(Config).items() if key not in FLAGS}, {}
+        if flag in given and given[flag] not in known:
+            raise ValueError(f"--{flag}: expected one of {', '.join(known)}, found {given[flag]!r}")
+    types = {key: kind for key, kind in get_type_hints(Config).items() if key not in FLAGS}
     for item in args.set:
         key, found, value = item.partition("=")
         if key in FLAGS:
             raise ValueError(f"--set {key}: it has a flag of its own, use --{key}")
         if not found or key not in types:
             raise ValueError(f"--set: expected key=value with a key of {', '.join(types)}, found {item!r}")
-        chosen[key] = parse(key, value, types[key])
-    cfg = Config(**PRESETS[args.preset] | named | chosen)
-    validate(cfg)
-    return cfg
+        given[key] = parse(key, value, types[key])
+    return given
 
 
 def parse(key: str, value: str, kind: type):
     try:
         if kind is bool:
             return {"true": True, "false": False}[value.lower()]
-        if kind is Fraction and len(value) > 20:  # 1e999999999 would be worked out to the last digit
+        if kind is Fraction and "e" in value.lower():  # 1e999999999 would be worked out to the last digit
             raise ValueError
         return kind(value)
     except (ValueError, KeyError, ZeroDivisionError) as error:
@@ -114,7 +121,7 @@ def parse(key: str, value: str, kind: type):
 
 def validate(cfg: Config) -> None:
     may_be_zero = {"seed", "eval_steps", "eval_iterations", "temperature", "top_k", "max_legal", "min_rating",
-                   "max_rating", "I", "I_total", "marks", "adaptive", "lora"}  # fmt: skip
+                   "max_rating", "I", "I_total", "marks", "adaptive", "lora", "checkpoint_minutes"}  # fmt: skip
     most = {"seed": 2**63 - 1, "lr": 1, "top_p": 1, "prompt_limit": 1 << 20, "response_limit": 1 << 20}
     for f in fields(cfg):
         value, flag = getattr(cfg, f.name), f"--{f.name}" if f.name in FLAGS else f"--set {f.name}"
@@ -135,10 +142,16 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"--set sampler: expected slots or plain, found {cfg.sampler!r}")
 
 
-def config_of(stored: dict) -> Config:
-    """The config of a run folder, back from its JSON."""
+def config_of(stored: dict, given: dict) -> Config:
+    """The config of a run folder, back from its JSON; what the command line gives beside --resume must equal it."""
     types = get_type_hints(Config)
     if stored.keys() != types.keys():
         differs = ", ".join(sorted(stored.keys() ^ types.keys()))
-        raise ValueError(f"--resume: expected a run of this version, found one whose settings differ in {differs}")
-    return Config(**{key: types[key](value) if types[key] is Fraction else value for key, value in stored.items()})
+        raise ValueError(f"expected a run of this version, found one whose settings differ in {differs}")
+    for key, value in stored.items():
+        if type(value) is not (str if types[key] is Fraction else types[key]):
+            raise ValueError(f"expected {key} of type {types[key].__name__} in config.json, found {value!r}")
+    known = {key: parse(key, value, Fraction) if types[key] is Fraction else value for key, value in stored.items()}
+    if changed := [f"{key} is {known[key]}, not {value}" for key, value in given.items() if known[key] != value]:
+        raise ValueError(f"--resume: expected the settings that the run began with: {'; '.join(changed)}")
+    return Config(**known)

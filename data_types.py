@@ -65,6 +65,7 @@ class Trajectory:
     behaviour: Mapping[str, Any] = field(default_factory=dict)  # for tables; `reference` stays out of archives
     error: str = ""  # why, when stop is HARNESS, PROMPT or SUBSTITUTED
     seconds: float = 0.0
+    harness: str = ""  # h, by the name that check.name_of gives it
 
     @property
     def sampled_tokens(self) -> int:

@@ -3,10 +3,11 @@
 import difflib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import journal
 from data_types import Artifact, Candidate, Task, Trajectory
 from harnesses import check
 from rollout import Limits, plans, rollout
@@ -14,13 +15,16 @@ from rollout import Limits, plans, rollout
 
 def evaluate(
     policy, host, domain, sources: Sequence[str], D_harness: Sequence[Task], limits: Limits, *names, progress=None
-):
-    """Eq. 3 for each harness, one trajectory per task, all rolled out together -> list of artifacts e_h.
-    Harnesses share their seeds per task, so that scores are paired."""
+) -> list[Trajectory]:
+    """What Eq. 3 averages: one trajectory per task for each harness, all rolled out together, one harness after the
+    other. Harnesses share their seeds per task, so that scores are paired."""
     todo = [plan for source in sources for plan in plans(source, D_harness, 1, *names)]
-    trajectories = rollout(policy, host, domain, todo, limits, progress)
-    n = len(D_harness)
-    return [artifact(trajectories[i * n : (i + 1) * n]) for i in range(len(sources))]
+    return rollout(policy, host, domain, todo, limits, progress)
+
+
+def artifacts(trajectories: Sequence[Trajectory], n: int) -> list[Artifact]:
+    """e_h of each harness, from the n trajectories of each."""
+    return [artifact(trajectories[i : i + n]) for i in range(0, len(trajectories), n)]
 
 
 def artifact(trajectories: Sequence[Trajectory]) -> Artifact:
@@ -110,20 +114,23 @@ class Archive:
 
     def _write(self, entry: Entry, e_h: Artifact | None) -> None:
         folder = self.folder / entry.id
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "harness.py").write_text(entry.source, encoding="utf-8", errors="backslashreplace")
+        journal.write(folder / "harness.py", entry.source)
         parent = next((e.source for e in self.entries if e.id == entry.parent), None)
         if parent is not None:
             change = diff(parent, entry.source, entry.parent, entry.id)
-            (folder / "diff.patch").write_text(change, encoding="utf-8", errors="backslashreplace")
+            journal.write(folder / "diff.patch", change)
         if e_h is not None:
-            with (folder / "trajectories.jsonl").open("w", encoding="utf-8") as file:
-                for tau in map(asdict, e_h.trajectories):
-                    tau["behaviour"].pop("reference", None)  # what proposers read tells nothing of the hidden reference
-                    file.write(json.dumps(tau) + "\n")
+            seen = [replace(tau, behaviour=visible(tau.behaviour)) for tau in e_h.trajectories]
+            journal.write(folder / "trajectories.jsonl", *map(journal.line_of, seen))
         about = {key: value for key, value in asdict(entry).items() if key != "source"}
+        about = {key: None if value != value else value for key, value in about.items()}  # JSON has no NaN
         about["outcomes"] = e_h.outcomes if e_h else None
-        (folder / "entry.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        journal.write(folder / "entry.json", json.dumps(about, indent=1, allow_nan=False) + "\n")
+
+
+def visible(behaviour: Mapping) -> dict:
+    """What proposers read tells nothing of the hidden reference."""
+    return {name: value for name, value in behaviour.items() if name != "reference"}
 
 
 def paired(e_h: Artifact, incumbent: Artifact) -> tuple[int, int]:

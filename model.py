@@ -55,7 +55,8 @@ class Row:
 
 class Policy:
     """theta and its tokenizer: fp32 weights to train, and the weights that sample (a bf16 copy on a GPU). With `lora`,
-    theta is fp32 adapters of that rank on frozen weights, and what samples is a copy with the adapters merged."""
+    theta is fp32 adapters of that rank on frozen weights, and what samples is a copy with the adapters merged.
+    replies: the most that will be asked for at once, so that the sampler need not grow."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Policy:
         sampler="slots",
         thinking: bool | None = None,
         lora: int = 0,
+        replies: int = 0,
     ):
         cuda = torch.cuda.is_available()
         self.accelerator = Accelerator(mixed_precision="bf16" if cuda else "no")
@@ -96,6 +98,7 @@ class Policy:
             print(f"sampler: plain generate, since {model.config.model_type} is not one of {known}", file=sys.stderr)
             sampler = "plain"
         self.sampler, self.slot_sampler, self.sized_for = sampler, None, (0, 0)
+        self.replies, self.most_slots = replies, math.inf
 
     @classmethod
     def load(cls, name: str, **options) -> "Policy":
@@ -124,14 +127,32 @@ class Policy:
         beside them the adapters, since a merged weight does not give its two parts back."""
         if self.lora:
             self._refresh_actor()
-        (self.actor if self.lora else self.model).save_pretrained(folder)
+        try:
+            (self.actor if self.lora else self.model).save_pretrained(folder)
+            if self.lora:
+                save_file(self.weights(), folder / ADAPTERS)
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{folder}: {error}") from error
         self.tokenizer.save_pretrained(folder)
-        if self.lora:
-            save_file(self.weights(), folder / ADAPTERS)
 
-    def load_adapters(self, folder: Path) -> None:
-        """The adapters of a folder that `save` wrote, onto the model that they were trained on."""
-        self.set_weights(load_file(folder / ADAPTERS))
+    def restore(self, folder: Path) -> None:
+        """theta of a folder that `save` wrote. Adapters go onto the model that they were trained on."""
+        if self.lora:
+            self.set_weights(load_file(folder / ADAPTERS))
+        else:
+            saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self.set_weights(dict(saved.named_parameters()))
+
+    def plan(self) -> dict:
+        """How batches are laid out, as far as memory decides it: a resume does the same, to be equal to the bit."""
+        slots = self.slot_sampler.slots if self.slot_sampler else self.most_slots
+        plan = {"most_slots": slots, "fitting_tokens": self.fitting_tokens, "checkpointing": self.checkpointing}
+        return {key: None if value == math.inf else value for key, value in plan.items()}
+
+    def follow(self, plan: dict) -> None:
+        self.most_slots, self.fitting_tokens = (plan[key] or math.inf for key in ("most_slots", "fitting_tokens"))
+        if plan["checkpointing"]:
+            self.checkpoint_activations()
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """theta by name: what the optimizer moves."""
@@ -240,13 +261,14 @@ class Policy:
 
     def _slots(self, replies: int, positions: int) -> SlotSampler:
         """A sampler with a slot for each reply, or as many as half of the free memory holds; kept for the next call."""
-        have, sized = self.slot_sampler, self.sized_for
+        have, sized, replies = self.slot_sampler, self.sized_for, max(replies, self.replies)
         if have is None or sized[0] < replies or sized[1] < positions:
             self.slot_sampler = have = None  # its buffers are free before the next ones are sized
             fit = max(1, free_memory(self.actor.device) // 2 // bytes_per_slot(self.actor, positions))
+            slots = min(replies, fit, self.most_slots)
             self.slot_sampler, self.sized_for = SlotSampler(
-                self.actor, self.eos_ids, **self.sampling, slots=min(replies, fit), positions=positions,
-                stopped=self._stopped), (replies, positions)  # fmt: skip
+                self.actor, self.eos_ids, **self.sampling, slots=slots, positions=positions, stopped=self._stopped
+            ), (replies, positions)  # fmt: skip
         return self.slot_sampler
 
     def _stopped(self, request: Request, ids: Sequence[int]) -> bool:

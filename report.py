@@ -2,13 +2,11 @@
 
 import json
 import math
-import resource
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 import metaharness
@@ -33,21 +31,24 @@ def episode(policy, tau: Trajectory) -> None:
     """One whole episode, the tokens that the model sampled between >>> and <<<."""
     print(f"--- one episode: task {tau.task_id}, R = {tau.reward}, ended by {tau.stop} ---")
     for row in rsft.training_sequences(tau):
-        text, start = "", 0
-        for end in range(1, len(row.ids) + 1):
-            if end == len(row.ids) or row.mask[end] != row.mask[start]:
-                piece = policy.tokenizer.decode(row.ids[start:end], skip_special_tokens=False)
-                text += f">>>{piece}<<<" if row.mask[start] else piece
-                start = end
-        print(text)
+        print(marked(policy, row))
     print("--- end of the episode ---", flush=True)
 
 
-def weight_step(
-    run, k: int, trajectories: Sequence[Trajectory], steps: Sequence[rsft.Step], r_bar: float, clock
-) -> None:
-    """Log and print one rollout step of the weight phase. clock: when collect began, ascend began, and ascend ended."""
-    sampling, training = clock[1] - clock[0], clock[2] - clock[1]
+def marked(policy, row) -> str:
+    """The text of a row, the tokens that the model sampled between >>> and <<<."""
+    text, start = "", 0
+    for end in range(1, len(row.ids) + 1):
+        if end == len(row.ids) or row.mask[end] != row.mask[start]:
+            piece = policy.tokenizer.decode(row.ids[start:end], skip_special_tokens=False)
+            text += f">>>{piece}<<<" if row.mask[start] else piece
+            start = end
+    return text
+
+
+def weight_step(run, k: int, trajectories: Sequence[Trajectory], steps: Sequence[rsft.Step], r_bar, sampled, updated):
+    """Log and print one rollout step of the weight phase. sampled, updated: the lines about its two units."""
+    sampling, training = sampled["seconds"], updated["seconds"]
     n = len(trajectories)
     accepted = sum(tau.reward for tau in trajectories)
     figures = {
@@ -60,8 +61,8 @@ def weight_step(
         "r_bar": r_bar,
         "optimizer_steps": sum(step.stepped for step in steps),
         "refused_steps": sum(not step.stepped for step in steps),
-        "objective": steps[0].objective if steps and steps[0].stepped else None,
-        "gradient_norm": steps[0].gradient_norm if steps and steps[0].stepped else None,
+        "objective": steps[0].objective if steps else None,
+        "gradient_norm": steps[0].gradient_norm if steps else None,
         "trained_tokens": sum(step.tokens for step in steps),
         "sampled_tokens": sum(tau.sampled_tokens for tau in trajectories),
         "seconds_sampling": sampling,
@@ -69,14 +70,13 @@ def weight_step(
         "row_tokens_per_second": sum(step.row_tokens for step in steps) / training if steps else None,
         "micro_tokens": steps[-1].micro_tokens if steps else None,
         "activation_checkpointing": steps[-1].checkpointing if steps else None,
-        "peak_gib": peak_gib(),
+        "peak_gib": max(sampled["peak_gib"], updated["peak_gib"]),
         **{f"ended_{stop}": sum(tau.stop == stop for tau in trajectories) for stop in StopReason},
     }
     run.log("weight_step", **figures)
-    run.keep({"phase": f"{k}.weight", "s": run.state.s}, trajectories)
     objective = "nothing accepted, no step"
     if steps:
-        objective = f"J {steps[0].objective:.3f}" + ("" if steps[0].stepped else ", refused: gradient not finite")
+        objective = f"J {steps[0].objective:.3f}" if steps[0].stepped else "refused: gradient not finite"
     rate = f" at {figures['row_tokens_per_second']:,.0f} row tokens/s" if steps else ""
     trained = f"trained in {training:.1f} s{rate}"
     print(
@@ -87,17 +87,8 @@ def weight_step(
     )
 
 
-def peak_gib() -> float:
-    """The most memory held since the last call: of the GPU, or without one of this process since its start."""
-    if not torch.cuda.is_available():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # given in KiB
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return peak
-
-
 def search_iteration(run, k: int, j: int, archive, added: int) -> None:
-    """Log and print the entries that one iteration added to the archive; keep their rollouts."""
+    """Log and print the entries that one iteration added to the archive."""
     for entry in archive.entries[len(archive.entries) - added :]:
         won, lost = entry.against_incumbent or (None, None)
         figures = {
@@ -122,9 +113,6 @@ def search_iteration(run, k: int, j: int, archive, added: int) -> None:
             result += f", tasks won {won}, lost {lost}" if won is not None else ""
         mark = " <- accepted" if archive.best is entry else ""
         print(f"cycle {k} search {j} harness {entry.id} ({entry.hypothesis}): {result}{mark}", flush=True)
-        if entry.id in archive.artifacts:
-            where = {"phase": f"{k}.harness", "j": j, "candidate": entry.id}
-            run.keep(where, archive.artifacts[entry.id].trajectories)
 
 
 def pair(run, phase: str, e_h: Artifact, signal: float | None, harness: str) -> None:
@@ -149,7 +137,6 @@ def pair(run, phase: str, e_h: Artifact, signal: float | None, harness: str) -> 
     }
     state.pairs.append(figures)
     run.log("pair", **figures)
-    run.save_harness(harness, state.h)
     print(f"test after {phase}: {describe(figures)}", flush=True)
 
 
@@ -183,15 +170,15 @@ def final(run) -> None:
     for choice, words in CHOICES.items():
         looks = f" of {len(pairs)} looks" if choice == "best_on_test" else ""
         print(f"{words}{looks}: after {chosen[choice]['phase']}, {describe(chosen[choice])}")
-    run.log("final", looks=len(pairs), spent=run.state.spent, rollouts=run.state.rollouts, **chosen)
-    accepted = (folder / "harnesses" / f"{pairs[-1]['harness']}.py").read_text()
-    change = metaharness.diff((folder / "h_0.py").read_text(), accepted, "h_0", "accepted")
+    spent = {name: getattr(run.state, name) for name in ("rollouts", "tokens", "seconds")}
+    for name, values in spent.items():
+        print(f"{name}: {', '.join(f'{what} {value:,.0f}' for what, value in values.items())}")
+    run.log("final", looks=len(pairs), spent=run.state.spent, **spent, **chosen)
+    change = metaharness.diff((folder / "h_0.py").read_text(), run.state.h, "h_0", "accepted")
     (folder / "accepted.patch").write_text(change)
     print(f"\nfrom h_0 to the accepted harness:\n{change or '(no change)'}")
     print(f"learning curve: {learning_curve(folder)}")
-    print(
-        f"run folder: {folder} (config.json, log.jsonl, rollouts.jsonl, archive/, harnesses/, checkpoints/)", flush=True
-    )
+    print(f"run folder: {folder} (config.json, log.jsonl, rollouts/, archive/, harnesses/, checkpoints/)", flush=True)
 
 
 def learning_curve(folder: Path) -> Path:

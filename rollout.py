@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from data_types import Message, StopReason, Task, Trajectory, Turn
+from harnesses import check
 from harnesses.host import ActRequest, AskRequest, Ended, Failed
 from model import TemplateError
 from sampler import Request
@@ -191,5 +192,6 @@ class Episode:
             behaviour=self.environment.behaviour(),
             error=error,
             seconds=time.monotonic() - self.started,
+            harness=check.name_of(self.plan.source),
         )
         self.process.close()

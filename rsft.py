@@ -1,6 +1,7 @@
 """ModelUpdate: online rejection-sampling fine-tuning (Section 3.1). Collect under a frozen theta_old, accept R = 1,
 ascend Eq. 2 over minibatches of what was accepted, once."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ from rollout import Limits, plans, rollout
 class Step:
     """What one optimizer step did."""
 
-    objective: float  # Eq. 2, before the step
-    gradient_norm: float  # before clipping
+    objective: float | None  # Eq. 2, before the step; None if that was not finite
+    gradient_norm: float | None  # before clipping; None if that was not finite
     tokens: int  # model-generated tokens of the minibatch
     row_tokens: int  # all tokens of its rows, without padding; a row that came several times is computed once
     trajectories: int
@@ -28,10 +29,14 @@ class Step:
 
 
 def collect(policy, host, domain, h: str, B_s: Sequence[Task], G: int, limits: Limits, *names, progress=None):
-    """Sample G trajectories per prompt under (theta_old, h) -> all of them, S_plus: those that the verifier accepts.
-    theta_old needs no copy: nothing steps until the batch is whole."""
-    trajectories = rollout(policy, host, domain, plans(h, B_s, G, *names), limits, progress)
-    return trajectories, [tau for tau in trajectories if tau.reward == 1]
+    """Sample G trajectories per prompt under (theta_old, h) -> all of them. theta_old needs no copy: nothing steps
+    until the batch is whole."""
+    return rollout(policy, host, domain, plans(h, B_s, G, *names), limits, progress)
+
+
+def accepted(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """S_plus: those that the verifier accepts."""
+    return [tau for tau in trajectories if tau.reward == 1]
 
 
 def training_sequences(tau: Trajectory) -> list[Row]:
@@ -81,6 +86,7 @@ def ascend(
         J = gradient(policy, rows, tokens, micro_tokens)  # Eq. 2
         stepped, norm = policy.step(optimizer, max_norm)
         row_tokens, largest = sum(len(row.ids) for row in rows), min(micro_tokens, policy.fitting_tokens)
+        J, norm = (x if math.isfinite(x) else None for x in (J, norm))
         steps.append(Step(J, norm, tokens, row_tokens, len(M), largest, policy.checkpointing, stepped))
     return steps
 

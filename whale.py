@@ -23,15 +23,15 @@ import metaharness
 import report
 import rsft
 import sandbox
-from config import DOMAINS, METHODS, PRESETS, PROPOSERS, Config, build_config, config_of
-from data_types import Candidate, Task
+from config import DOMAINS, METHODS, PRESETS, PROPOSERS, Config, build_config, chosen, config_of
+from data_types import Candidate, Task, Trajectory
 from harnesses import check
 from harnesses.host import Host
 from metaharness import Archive
 from model import Policy
 from proposers.catalogue import NOTICE, Catalogue
-from rollout import Limits, plans, rollout, seed_of
-from run_folder import Run
+from rollout import MAX_LIVE, Limits, plans, rollout, seed_of
+from run_folder import Run, sha256
 
 
 class Fixed:
@@ -122,7 +122,8 @@ class Sampler:
 # The right margin holds the paper's line numbers.
 # fmt: off
 def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer) -> None:
-    """Algorithms 1 and 2, and the baselines. What a phase paid for is in the run folder before the next one starts."""
+    """Algorithms 1 and 2, and the baselines. What is paid for goes through `run.once` and `run.update`: after a kill it
+    is read instead, and the loop comes to where it was."""
     state, N, limits = run.state, len(data.weight), Limits(cfg.prompt_limit, cfg.response_limit)
     sampler = Sampler(data.weight, cfg.seed, state.drawn)
     measure = partial(measure_pair, cfg, run, policy, domain, data.test, host, limits)
@@ -132,46 +133,52 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
     for k, (weight_stop, harness_stop) in enumerate(schedule(cfg, N)):                      # A1 l.1     A2 l.1
 
         if weight_stop and state.is_due(f"{k}.weight", budget):  # Eq. 4: ModelUpdate       # A1 l.2     A2 l.2
-            window, best, theta_best = deque(maxlen=steps_of(cfg.W, N, cfg.B)), -math.inf, None
+            window, best = deque(maxlen=steps_of(cfg.W, N, cfg.B)), -math.inf
             while True:                                                                     # A1 l.3     A2 l.3
-                names, clock = (cfg.seed, "weight", state.s), [time.monotonic()]
+                names, unit = (cfg.seed, "weight", state.s), f"cycle_{k:02d}_weight/step_{state.s + 1:04d}"
                 B_s = sampler.next(cfg.B)                                                   # A1 l.3-4   A2 l.4
                 with report.progress(cfg.B * cfg.G, f"cycle {k} step {state.s + 1}") as bar:
-                    trajectories, S_plus = rsft.collect(                                    # A1 l.5     A2 l.5
+                    trajectories, sampled = run.once(Trajectory, unit, rsft.collect,        # A1 l.5     A2 l.5
                         policy, host, domain, state.h, B_s, cfg.G, limits, *names, progress=bar)
-                clock.append(time.monotonic())
-                steps = rsft.ascend(policy, optimizer, S_plus, cfg.minibatch,               # A1 l.6     A2 l.6
-                                    cfg.micro_tokens, cfg.max_norm, seed_of(*names, "order"))
-                clock.append(time.monotonic())
+                S_plus = rsft.accepted(trajectories)                                        # A1 l.5     A2 l.5
+                steps, updated = run.update(unit, rsft.ascend, policy, optimizer, S_plus,   # A1 l.6     A2 l.6
+                    cfg.minibatch, cfg.micro_tokens, cfg.max_norm, seed_of(*names, "order"))
                 window.append(len(S_plus) / len(trajectories))
                 r_bar = sum(window) / len(window)                                           #            A2 l.7
-                state.s, state.drawn = state.s + 1, sampler.drawn
-                state.rollouts["train"] += len(trajectories)
-                report.weight_step(run, k, trajectories, steps, r_bar, clock)
+                state.drawn, state.s = sampler.drawn, state.s + 1
+                state.theta = state.s
+                state.count("train", trajectories, sampled)
+                state.seconds["updates"] += updated["seconds"]
+                report.weight_step(run, k, trajectories, steps, r_bar, sampled, updated)
                 if cfg.method == "stagewise" and r_bar > best:  # 6.2.1: the best point by training score
-                    best, theta_best = r_bar, policy.weights()
+                    best, theta_best = r_bar, state.s
+                    run.save_weights("stagewise_best", policy)
                 stop = weight_stop(r_bar)                                                   # A1 l.7     A2 l.8-11
-                if stop and theta_best:
-                    policy.set_weights(theta_best)
+                if stop and cfg.method == "stagewise":
+                    state.theta, r_bar = theta_best, best
+                    policy.restore(run.checkpoints / "stagewise_best")
                 if stop or (cfg.eval_steps and state.s % cfg.eval_steps == 0):
-                    measure(f"{k}.weight", best if stop and theta_best else r_bar)
+                    measure(f"{k}.weight", r_bar)
                 if stop:
                     break
+                run.checkpoint(f"{k}.weight", policy, optimizer, cfg.checkpoint_minutes)
             run.finish_phase(f"{k}.weight", policy, optimizer)                              # A1 l.8     A2 l.12
 
         if harness_stop and state.is_due(f"{k}.harness", budget):  # Eq. 4: HarnessSearch
             archive, j = Archive(run.archive(f"{k}.harness")), 0                            # A1 l.9     A2 l.13
+            unit = f"cycle_{k:02d}_harness/search_{{:02d}}".format
             C_j = [Candidate(state.h, "incumbent", "h_init of this phase", None)]           # A1 l.8     A2 l.12
             while True:                                                                     # A1 l.9     A2 l.14
                 fresh = admit(archive, C_j) if j else C_j
+                sources = run.keep_harnesses([candidate.source for candidate in fresh])
                 with report.progress(len(fresh) * len(data.harness), f"cycle {k} search {j}") as bar:
-                    E_j = metaharness.evaluate(                                             # A1 l.11    A2 l.13, 16
-                        policy, host, domain, [c.source for c in fresh], data.harness, limits,
-                        cfg.seed, "harness", k, progress=bar)
+                    trajectories, sampled = run.once(Trajectory, unit(j), metaharness.evaluate,
+                        policy, host, domain, sources, data.harness, limits, cfg.seed, "harness", k, progress=bar)
+                E_j = metaharness.artifacts(trajectories, len(data.harness))                # A1 l.11    A2 l.13, 16
                 for candidate, e_h in zip(fresh, E_j, strict=True):
                     archive.add(candidate, e_h)                                             # A1 l.12    A2 l.17
                 state.h = archive.best.source  # h_accept                                   # A1 l.13    A2 l.22
-                state.rollouts["search" if j else "incumbent"] += len(fresh) * len(data.harness)
+                state.count("search" if j else "incumbent", trajectories, sampled)
                 report.search_iteration(run, k, j, archive, len(C_j))
                 stop = harness_stop(archive.J_best)                                         # A1 l.14    A2 l.18-21
                 if stop or (j and cfg.eval_iterations and j % cfg.eval_iterations == 0):
@@ -179,7 +186,9 @@ def whale(cfg: Config, run: Run, policy, optimizer, domain, data, host, proposer
                 if stop:
                     break
                 j, state.searched = j + 1, state.searched + 1                               #            A2 l.15
-                C_j = proposer.propose(archive, cfg.M, f"{k}.{j}")                          # A1 l.10    A2 l.15
+                C_j, proposed = run.once(                                                   # A1 l.10    A2 l.15
+                    Candidate, unit(j), proposer.propose, archive, cfg.M, f"{k}.{j}")
+                state.seconds["proposals"] += proposed["seconds"]
             run.finish_phase(f"{k}.harness", policy, optimizer)                             # A1 l.15    A2 l.22
     report.final(run)                                                                       # A1 l.17    A2 l.24
 # fmt: on
@@ -196,13 +205,13 @@ def measure_pair(cfg: Config, run: Run, policy, domain, D_test, host, limits, ph
     state = run.state
     with report.progress(len(D_test) * cfg.test_samples, f"test after {phase}: rollouts") as bar:
         todo = plans(state.h, D_test, cfg.test_samples, cfg.seed, "test")
-        trajectories = rollout(policy, host, domain, todo, limits, bar)
+        unit = f"test_{len(state.pairs):03d}"
+        trajectories, sampled = run.once(Trajectory, unit, rollout, policy, host, domain, todo, limits, bar)
     if not state.pairs:
         report.episode(policy, trajectories[0])
-    state.rollouts["test"] += len(trajectories)
-    run.keep({"phase": phase, "split": "test", "look": len(state.pairs)}, trajectories)
+    state.count("test", trajectories, sampled)
     e_h = metaharness.artifact(trajectories)
-    report.pair(run, phase, e_h, signal, check.tree_hash(state.h)[:12])
+    report.pair(run, phase, e_h, signal, check.name_of(state.h))
     for choice in ("best_on_test", "training_selected"):
         if len(state.pairs) > 1 and report.choose(state.pairs, choice) is state.pairs[-1]:
             run.save_weights(choice, policy)
@@ -241,6 +250,12 @@ def load_data(cfg: Config, domain):
     )
 
 
+def digest(data) -> str:
+    """SHA-256 of what is trained, searched and tested on."""
+    tasks = (*data.weight, *data.harness, *data.test)
+    return sha256(repr([(task.id, task.observation, task.reference) for task in tasks]))
+
+
 def initial_harness(cfg: Config, domain) -> Path:
     """h_0: the domain's, or the file for models too small to follow it, or any file."""
     named = {"": domain.HARNESS, "small": domain.SMALL_MODEL_HARNESS}.get(cfg.harness)
@@ -254,15 +269,15 @@ def initial_harness(cfg: Config, domain) -> Path:
 
 def arguments(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--domain", default="chess", help=f"one of {', '.join(DOMAINS)}")
-    parser.add_argument("--method", default="whale", help=f"one of {', '.join(METHODS)}")
-    parser.add_argument("--adaptive", action="store_true", help="phases end by patience (Algorithm 2)")
-    parser.add_argument("--preset", default="smoke", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--domain", help=f"one of {', '.join(DOMAINS)}")
+    parser.add_argument("--method", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument("--adaptive", action="store_true", default=None, help="phases end by patience (Algorithm 2)")
+    parser.add_argument("--preset", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--model", help="smollm2-135m, a Hub id or a local folder")
-    parser.add_argument("--proposer", default="catalogue", help=f"one of {', '.join(PROPOSERS)}")
+    parser.add_argument("--proposer", help=f"one of {', '.join(PROPOSERS)}")
     parser.add_argument("--puzzles", help="lichess_db_puzzle.csv or .csv.zst; without it the built-in puzzles")
     parser.add_argument("--out", type=Path, help="run folder; without it runs/DOMAIN-METHOD-TIME")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on from the last finished phase of a run folder")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on from where this run was")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--cycles", type=int)
     parser.add_argument(
@@ -271,14 +286,13 @@ def arguments(argv) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of Config")
     parser.add_argument("--dry-run", action="store_true", help="print what a run would cost, load no model")
     args = parser.parse_args(argv)
-    if args.resume and args != parser.parse_args(["--resume", str(args.resume)]):
-        parser.error("--resume takes every setting from the run folder; give no other flag beside it")
+    if args.resume and args.out:
+        parser.error("--resume goes on in its own folder; give no --out beside it")
     return args
 
 
-def load_theta(cfg: Config, checkpoint: Path | None):
-    """theta and its optimizer, of --model or of a checkpoint: AdamW without weight decay at a constant rate, its state
-    carried across cycles."""
+def load_policy(cfg: Config, checkpoint: Path | None) -> Policy:
+    """theta of --model, or of a checkpoint."""
     policy = Policy.load(
         str(cfg.model if cfg.lora or not checkpoint else checkpoint),  # adapters stand on the first model's weights
         temperature=cfg.temperature,
@@ -286,20 +300,30 @@ def load_theta(cfg: Config, checkpoint: Path | None):
         top_p=cfg.top_p,
         sampler=cfg.sampler,
         lora=cfg.lora,
+        replies=min(MAX_LIVE, max(cfg.B * cfg.G, cfg.M * cfg.n_harness, cfg.n_test * cfg.test_samples)),
     )
     if checkpoint and cfg.lora:
-        policy.load_adapters(checkpoint)
+        policy.restore(checkpoint)
+    return policy
+
+
+def load_theta(cfg: Config, run: Run | None):
+    """theta and its optimizer, of --model or of the newest full state: AdamW without weight decay at a constant rate,
+    its state carried across cycles."""
+    checkpoint = run.last_checkpoint if run else None
+    policy = load_policy(cfg, checkpoint)
     theta = policy.trained().values()
     optimizer = torch.optim.AdamW(theta, lr=cfg.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     if checkpoint:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+        policy.follow(run.full_state["plan"])
     return policy, optimizer
 
 
 def prepare(args: argparse.Namespace):
     """Everything that bad input can break -> (config, run, theta, optimizer, domain, data), or None after a dry run."""
     run = Run.resume(args.resume) if args.resume else None
-    cfg = config_of(run.config) if run else build_config(args)
+    cfg = config_of(run.config, chosen(args)) if run else build_config(args)
     domain = importlib.import_module(DOMAINS[cfg.domain])
     h_0 = run.folder / "h_0.py" if run else initial_harness(cfg, domain)
     data = load_data(cfg, domain)
@@ -307,10 +331,12 @@ def prepare(args: argparse.Namespace):
         print(f"N = {len(data.weight)} puzzles to train on, fewer than n_weight = {cfg.n_weight}", flush=True)
     if args.dry_run:
         return dry_run(cfg, data)
-    policy, optimizer = load_theta(cfg, run.last_checkpoint if run else None)
+    if run:
+        run.rewind(digest(data))
+    policy, optimizer = load_theta(cfg, run)
     if not run:
         folder = args.out or Path("runs") / f"{cfg.domain}-{cfg.method}-{time.strftime('%Y%m%d-%H%M%S')}"
-        run = Run.create(folder, asdict(cfg), h_0.read_text())
+        run = Run.create(folder, asdict(cfg), h_0.read_text(), digest(data))
     print(f"run folder: {run.folder}\nmodel: {cfg.model}\nh_0: {h_0.name}\n{sandbox.describe()}\n{NOTICE}", flush=True)
     return cfg, run, policy, optimizer, domain, data
 
@@ -333,6 +359,9 @@ def main(argv=None) -> int:
             whale(cfg, run, *rest, host, Catalogue(cfg.seed, scope_of(cfg), cfg.marks))
     except MemoryError as error:
         print(f"whale.py: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"whale.py: {error}; what was finished is kept, go on with --resume {run.folder}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nstopped; go on with: python whale.py --resume {run.folder}", file=sys.stderr)

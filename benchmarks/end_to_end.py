@@ -48,8 +48,9 @@ def phase(cfg: Config, name: str, steps: int, data) -> list[dict]:
         for s in range(steps):
             rollout.advance = beside = Stopwatch(advance)
             start = time.perf_counter()
-            trajectories, S_plus = rsft.collect(policy, host, domain, h, tasks.next(cfg.B), cfg.G,
-                                                Limits(cfg.prompt_limit, cfg.response_limit), s)  # fmt: skip
+            limits = Limits(cfg.prompt_limit, cfg.response_limit)
+            trajectories = rsft.collect(policy, host, domain, h, tasks.next(cfg.B), cfg.G, limits, s)
+            S_plus = rsft.accepted(trajectories)
             sampled = time.perf_counter()
             rsft.ascend(policy, optimizer, S_plus, cfg.minibatch, cfg.micro_tokens, cfg.max_norm, seed_of(s))
             if torch.cuda.is_available():

@@ -9,6 +9,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterable
+from functools import lru_cache
 
 from harnesses.contract import IMPORTS
 
@@ -21,6 +22,12 @@ FORBIDDEN = frozenset(("__import__", "importlib", "eval", "exec", "compile", "op
 def tree_hash(source: str) -> str:
     """SHA-256 of the syntax tree, where comments, formatting and docstrings don't count. Raises SyntaxError."""
     return hashlib.sha256(_parse(source)[1].encode()).hexdigest()
+
+
+@lru_cache
+def name_of(source: str) -> str:
+    """The name under which a run folder keeps a harness."""
+    return tree_hash(source)[:12]
 
 
 def problem(

@@ -40,7 +40,7 @@ def test_adaptive_whale_end_to_end(tiny, tmp_path):
     events = [event["event"] for event in log]
     assert events[0] == "pair" and events[-1] == "final"
     assert events.count("weight_step") >= 2 and events.count("candidate") >= 1 + 2 * 3
-    rollouts = lines(run / "rollouts.jsonl")
+    rollouts = [line for unit in (run / "rollouts").rglob("*.jsonl") for line in lines(unit)[:-1]]
     final = log[-1]
     assert len(rollouts) == sum(final["rollouts"].values())
     assert final["spent"] == final["rollouts"]["train"] + final["rollouts"]["search"]
@@ -54,25 +54,6 @@ def test_adaptive_whale_end_to_end(tiny, tmp_path):
     assert "sandbox:" in done.stdout and ">>>" in done.stdout and "catalogue" in done.stdout
     for pair in (event for event in log if event["event"] == "pair"):
         assert f"{100 * pair['mean']:.1f}%" in done.stdout
-
-
-def test_a_run_killed_after_a_phase_goes_on_and_ends_as_if_it_never_stopped(tiny, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    args = ("--domain", "chess", "--model", tiny(), "--cycles", "2", "--seed", "7")
-    assert whale(*args, "--out", whole).returncode == 0
-    process = subprocess.Popen(command(*args, "--out", killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (killed / "state.json").exists() and process.poll() is None:
-        time.sleep(0.02)
-    time.sleep(1.0)  # somewhere in a later phase
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    resumed = whale("--resume", killed, settings=[])
-    assert resumed.returncode == 0, resumed.stderr
-    final, expected = lines(killed / "log.jsonl")[-1], lines(whole / "log.jsonl")[-1]
-    assert final == expected
-    same = [path.relative_to(whole) for path in (whole / "archive").rglob("harness.py")]
-    assert same == [path.relative_to(killed) for path in (killed / "archive").rglob("harness.py")]
-    assert all((whole / path).read_text() == (killed / path).read_text() for path in same)
 
 
 @pytest.mark.parametrize("method", ["weight-only", "harness-only", "stagewise", "fst"])
@@ -120,7 +101,7 @@ BAD = [
     ([], ["sampler=vllm"], "--set sampler: expected"),
     ([], ["themes=nonsense"], "puzzle"),
     ([], ["harness=README.md"], "--set harness"),
-    (["--resume", "no-run"], [], "--resume: expected a run folder"),
+    (["--resume", "no-run"], [], "expected a run folder, found no config.json in no-run"),
 ]
 
 

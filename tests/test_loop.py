@@ -1,5 +1,6 @@
 """whale() against a literal transcription of Algorithms 1 and 2, with rewards and scores from a script."""
 
+import json
 import math
 import random
 from fractions import Fraction
@@ -10,7 +11,7 @@ import pytest
 
 import whale as whale_module
 from config import Config
-from data_types import Artifact, Candidate, StopReason, Task, Trajectory, Turn
+from data_types import Candidate, StopReason, Task, Trajectory, Turn
 from harnesses import check
 from run_folder import Run
 from whale import Fixed, Patience, Sampler, schedule, steps_of, whale
@@ -106,8 +107,7 @@ def play(monkeypatch, tmp_path, cfg: Config, script: Script):
         assert len(B_s) == B
         events.append(("collect", s, named(h)))
         won = script.reward(s)
-        trajectories = [tau(int(i < won)) for i in range(B * G)]
-        return trajectories, [t for t in trajectories if t.reward]
+        return [tau(int(i < won)) for i in range(B * G)]
 
     def ascend(policy, optimizer, S_plus, *rest):
         events.append(("ascend", len([e for e in events if e[0] == "ascend"])))
@@ -118,7 +118,7 @@ def play(monkeypatch, tmp_path, cfg: Config, script: Script):
         before = sum(len(e[2]) for e in events if e[0] == "evaluate" and e[1] == k)
         events.append(("evaluate", k, tuple(map(named, sources))))
         scores = [script.score(k, before + i) for i in range(len(sources))]
-        return [Artifact(s, 0.1, tuple(tau(int(i < s * 8), f"t{i}") for i in range(8))) for s in scores]
+        return [tau(int(i < s * 8), f"t{i}") for s in scores for i in range(8)]
 
     class Proposer:
         def propose(self, archive, M, label):
@@ -130,15 +130,16 @@ def play(monkeypatch, tmp_path, cfg: Config, script: Script):
     class Theta:
         theta = 0
 
-        def weights(self):
-            return self.theta
-
-        def set_weights(self, theta):
-            self.theta = theta
-            weights.append(theta)
-
         def save(self, folder):
             folder.mkdir(parents=True)
+            (folder / "theta").write_text(str(self.theta))
+
+        def restore(self, folder):
+            self.theta = int((folder / "theta").read_text())
+            weights.append(self.theta)
+
+        def plan(self):
+            return {}
 
     monkeypatch.setattr(whale_module.rsft, "collect", collect)
     monkeypatch.setattr(whale_module.rsft, "ascend", ascend)
@@ -228,3 +229,22 @@ def test_the_sampler_is_one_stream_without_repeats_inside_an_epoch():
     assert flat[:10] != flat[10:20]
     again = Sampler(tasks, seed=5, drawn=18)
     assert [again.next(6), again.next(6)] == drawn[3:]
+
+
+def test_five_spans_of_0_6_epochs_see_each_of_ten_examples_three_times():
+    sampler, n = Sampler(list(range(10)), seed=1), steps_of(Fraction("0.6"), 10, 1)
+    spans = [[sampler.next(1)[0] for _ in range(n)] for _ in range(5)]
+    flat = [example for span in spans for example in span]
+    assert all(flat.count(example) == 3 for example in range(10))
+    assert flat == Sampler(list(range(10)), seed=1).next(30)  # a span begins where the one before ended
+    for epochs, cycles, examples in (("0.6", 9, 54), ("0.2", 8, 16)):  # floats lose one of them
+        assert cycles * steps_of(Fraction(epochs), 10, 1) == examples
+
+
+def test_a_step_that_accepts_nothing_is_logged_and_the_sampler_goes_on(monkeypatch, tmp_path):
+    script = Script(0)
+    script.reward = lambda s: 0
+    _, state, _ = play(monkeypatch, tmp_path, config(method="weight-only"), script)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [step["accepted"] for step in steps] == [0] * 4 and state.drawn == 4 * B
+    assert all(step["optimizer_steps"] == 0 and step["objective"] is None for step in steps)

@@ -62,7 +62,7 @@ def test_a_checkpoint_loads_as_a_plain_model_and_resumes_exactly(tiny, tmp_path)
         assert (merged(ids).logits - policy.model(ids).logits).abs().max() < 1e-4
 
     again = Policy.load(str(tiny()), lora=4)
-    again.load_adapters(tmp_path)
+    again.restore(tmp_path)
     optimizer_again = adamw(again)
     optimizer_again.load_state_dict(state)
     for side, with_optimizer in ((policy, optimizer), (again, optimizer_again)):

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+import journal
 from data_types import StopReason, Trajectory, Turn
 from model import Policy, Row
-from rsft import ascend, j_weight, micro_batches
+from rsft import Step, ascend, j_weight, micro_batches
 
 
 def accepted(n: int, length: int = 5, sampled: int = 2) -> list[Trajectory]:
@@ -95,7 +96,7 @@ def test_eq_2_is_the_mean_log_likelihood_of_the_sampled_tokens(tiny):
     assert step.tokens == 2
 
 
-@pytest.mark.parametrize("n,sizes", [(130, [64, 64, 2]), (5, [5])])
+@pytest.mark.parametrize("n,sizes", [(130, [64, 64, 2]), (5, [5]), (2048, [64] * 32)])
 def test_every_accepted_trajectory_is_used_once_and_the_short_minibatch_is_kept(tiny, n, sizes):
     policy = Policy.load(str(tiny()))
     steps = ascend(policy, optimizer_of(policy), accepted(n), 64, 4096, 1.0, seed=3)
@@ -115,24 +116,36 @@ def test_nothing_accepted_takes_no_step(tiny):
     assert [s["step"].item() for s in optimizer.state.values()] == count
 
 
-def test_a_gradient_that_is_not_finite_is_refused(tiny, monkeypatch):
-    policy = Policy.load(str(tiny()))
-    optimizer, inner = optimizer_of(policy), policy.logprobs
-    monkeypatch.setattr(policy, "logprobs", lambda rows: inner(rows) * math.nan)
-    (step,) = ascend(policy, optimizer, accepted(2), 64, 4096, 1.0, seed=0)
-    assert not step.stepped
-    assert all(torch.isfinite(weight).all() for weight in policy.weights().values())
+def test_one_micro_batch_that_is_not_finite_refuses_the_step(tiny, monkeypatch, tmp_path):
+    policy, calls = Policy.load(str(tiny())), []
+    optimizer, inner, before = optimizer_of(policy), policy.logprobs, policy.weights()
+    monkeypatch.setattr(
+        policy, "logprobs", lambda rows: inner(rows) * (math.nan if calls.append(0) or len(calls) == 2 else 1)
+    )
+    steps = ascend(policy, optimizer, accepted(9), 64, 24, 1.0, seed=0)
+    assert len(calls) > 2
+    assert [(step.stepped, step.objective, step.gradient_norm) for step in steps] == [(False, None, None)]
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.weights().items())
+    journal.write_unit(tmp_path / "unit", steps, {})  # in valid JSON, which has no NaN
+    assert journal.read_unit(Step, tmp_path / "unit")[0] == steps and "NaN" not in (tmp_path / "unit").read_text()
 
 
 def test_weights_are_fp32_so_a_step_of_1e_7_moves_them(tiny, tmp_path):
-    Policy.load(str(tiny())).model.to(torch.bfloat16).save_pretrained(tmp_path)
-    Policy.load(str(tiny())).tokenizer.save_pretrained(tmp_path)
+    """A bf16 checkpoint of N(0, 0.02): at least 99% of fp32 weights move; rounded to bf16, almost none would."""
+    made = Policy.load(str(tiny()))
+    with torch.no_grad():
+        for weight in made.trained().values():
+            if weight.dim() > 1:  # norms stay 1
+                weight.normal_(0, 0.02)
+    made.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path))
-    before = policy.weights()["model.layers.0.mlp.up_proj.weight"]
-    ascend(policy, optimizer_of(policy, lr=1e-7), accepted(8), 64, 4096, 1.0, seed=0)
-    after = policy.weights()["model.layers.0.mlp.up_proj.weight"]
-    assert after.dtype == torch.float32
-    assert (after != before).float().mean() > 0.5  # weights of 0.2: an fp32 unit there is 1.5e-8; bf16 would move none
+    before = torch.cat([weight.flatten() for weight in policy.weights().values() if weight.dim() > 1])
+    ascend(policy, optimizer_of(policy, lr=1e-7), accepted(64, length=40), 64, 4096, 1.0, seed=0)
+    after = torch.cat([weight.flatten() for weight in policy.weights().values() if weight.dim() > 1])
+    assert before.dtype == after.dtype == torch.float32 and torch.equal(before.bfloat16().float(), before)
+    assert (after != before).float().mean() >= 0.99
+    assert (after.bfloat16() != before.bfloat16()).float().mean() < 0.005
 
 
 def test_micro_batches_hold_every_row_within_the_budget():
