@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 try:
-    import kernels
+    import decode_kernels as kernels
 except ImportError:  # no Triton, as on machines without a GPU
     kernels = None
 

@@ -50,6 +50,11 @@ class Tenant:
     request: Request
     length: int  # tokens of context and reply at the last look, with the one drawn when the reply began
     ended: bool = False  # the reply is whole; the slot waits for a next turn
+    fed: int | None = None  # a next turn waits to be prefilled: positions that the slot holds already
+
+    @property
+    def runs(self) -> bool:
+        return not self.ended and self.fed is None
 
 
 class SlotSampler:
@@ -208,7 +213,7 @@ class SlotSampler:
     def _admit(self, queue: deque) -> None:
         """Give free slots to waiting requests; a distinct context is prefilled once, from where it leaves another."""
         free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
-        held = {tenant.request.context: slot for slot, tenant in enumerate(self.tenants) if tenant}
+        held = {t.request.context: slot for slot, t in enumerate(self.tenants) if t and t.fed is None}
         new: dict[tuple, list[int]] = {}
         for slot in free[: len(queue)]:
             key, request = queue.popleft()
@@ -250,9 +255,10 @@ class SlotSampler:
         alive, position = self.alive[:b].tolist(), self.position[:b].tolist()  # waits for the GPU
         found = []
         for slot, tenant in enumerate(self.tenants[:b]):
-            if tenant:
-                tenant.length = position[slot] + 1
-            if tenant and not tenant.ended and (not alive[slot] or tenant.request.stop):
+            if not tenant or not tenant.runs:
+                continue
+            tenant.length = position[slot] + 1
+            if not alive[slot] or tenant.request.stop:
                 kept = slice(len(tenant.request.context), tenant.length)
                 ids = self.ids[slot, kept].tolist()
                 if not alive[slot] or self.stopped(tenant.request, ids):
@@ -265,18 +271,22 @@ class SlotSampler:
         """After `answer`: a next turn goes on in the slot of its turn before, where that holds the start of its
         context; other requests wait in the queue, other slots are free."""
         held = {self.tenants[slot].key: slot for slot in ended}
-        stay: list[tuple[int, list[int]]] = []
         for key, request in new:
             slot = held.get(key)
             known = slot is not None and not self.hybrid and self._known(slot)
             if known and len(request.context) > len(known) and request.context[: len(known)] == known:
-                self.tenants[slot] = Tenant(key, request, len(request.context) + 1)
-                stay.append((len(known), [slot]))
+                self.tenants[slot] = Tenant(key, request, len(request.context) + 1, fed=len(known))
                 ended.remove(slot)
             else:
                 queue.append((key, request))
         self._free(ended)
-        self._prefill(stay)
+
+    def _go_on(self, waiting: list[int]) -> None:
+        """Prefill what is new in the next turns that wait in these slots."""
+        groups = [(self.tenants[slot].fed, [slot]) for slot in waiting]
+        for slot in waiting:
+            self.tenants[slot].fed = None
+        self._prefill(groups)
 
     def _known(self, slot: int) -> tuple[int, ...]:
         """The tokens that a slot has surely fed: its context and its reply but for the newest token."""
@@ -290,11 +300,16 @@ class SlotSampler:
         queue, found = deque(requests), []
         self.tenants = [None] * self.slots
         self._free(range(self.slots))
+        few = max(1, self.slots // 8)  # a prefill of fewer is not worth its launches while other replies run
         with self._grouped():
             while queue or found or any(self.tenants):
-                if queue and self.tenants.count(None) >= min(len(queue), max(1, self.slots // 8)):
+                running = any(tenant and tenant.runs for tenant in self.tenants)
+                waiting = [slot for slot, tenant in enumerate(self.tenants) if tenant and tenant.fed is not None]
+                if waiting and (len(waiting) >= few or not running):
+                    self._go_on(waiting)
+                if queue and self.tenants.count(None) >= min(len(queue), few):
                     self._admit(queue)
-                running = any(tenant and not tenant.ended for tenant in self.tenants)
+                running = any(tenant and tenant.runs for tenant in self.tenants)
                 if running:
                     b = self._compact()
                     longest = max(tenant.length for tenant in self.tenants if tenant)

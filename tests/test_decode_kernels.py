@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 pytest.importorskip("triton", reason="the kernels need triton: it comes with torch for CUDA, else pip install triton")
 
-import kernels  # noqa: E402
+import decode_kernels as kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # triton's interpreter does not round to bf16 but cuts off
