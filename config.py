@@ -66,7 +66,7 @@ class Config:
 
 PRESETS = {
     # Table 1, Chess Puzzles
-    "paper": {"model": "Qwen/Qwen3.5-4B"},
+    "paper": {"model": "Qwen/Qwen3.5-4B", "checkpoint_minutes": 60.0},  # a full state of 4B is 48 GB
     # one GPU, SmolLM2: minutes instead of weeks
     "mini": dict(
         harness="small", moves=2, n_weight=4096, n_harness=128, B=64, lr=2e-5, cycles=4, E=Fraction(10 * 64, 4096), I=4,

@@ -3,6 +3,7 @@
 templates/ holds the chat templates of Qwen3.5-2B and 4B as published by Qwen (Apache-2.0).
 """
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs pytest in the background has it ignored
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>", "</tool_response>"]

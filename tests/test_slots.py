@@ -97,7 +97,7 @@ def test_later_turns_extend_rewrite_or_begin_anew(tiny, architecture):
         return log
 
     reference = dialogue(plain(model, 1.0))
-    for n in (32, 5, 1):
+    for n in (32, 3, 1):
         assert dialogue(slots(model, 1.0, n, positions=400, chunk=4)) == reference
 
 
